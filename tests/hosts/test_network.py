@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import network
-from tests.hosts.network import Host
 
 pytestmark = pytest.mark.slow
 
@@ -20,12 +19,6 @@ LIMIT_S = 60
 def _hosts_can_be_made() -> None:
     if reason := network.missing():
         pytest.skip(f"no simulated hosts: {reason}")
-
-
-def on(host: Host, program: str) -> str:
-    command = host.command([sys.executable, "-c", program])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
-    return done.stdout.strip()
 
 
 def test_launch_passes_exit_codes_on(tmp_path: Path) -> None:

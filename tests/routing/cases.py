@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,50 +15,41 @@ SIGMOID = {"score_function": "sigmoid", "renormalize": True}
 GROUPS = {"num_groups": 4, "topk_groups": 2, "group_score_top_n": 2}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    id: str
-    values: dict[str, object]
-
-
-CASES = [
-    Case(id="softmax", values={}),
-    Case(id="softmax-renormalised", values={"renormalize": True}),
-    Case(id="softmax-after-topk", values={"softmax_order": "after_topk"}),
-    Case(
-        id="softmax-after-topk-bias",
-        values={"softmax_order": "after_topk", "correction_bias": "selection"},
-    ),
-    Case(id="softmax-after-topk-groups", values={"softmax_order": "after_topk", **GROUPS}),
-    Case(id="softmax-bias-selection", values={"correction_bias": "selection"}),
-    Case(id="softmax-bias-score", values={"correction_bias": "score"}),
-    Case(id="softmax-softcap", values={"softcap": 2.0}),
-    Case(id="softmax-softcap-bias-score", values={"softcap": 1.0, "correction_bias": "score"}),
-    Case(
-        id="softmax-groups-zero",
-        values={**GROUPS, "group_score_top_n": 1, "dropped_groups": "zero"},
-    ),
-    Case(id="sigmoid", values=SIGMOID),
-    Case(id="sigmoid-bias-selection", values={**SIGMOID, "correction_bias": "selection"}),
-    Case(id="sigmoid-bias-score", values={**SIGMOID, "correction_bias": "score"}),
-    Case(id="sigmoid-groups-bias", values={**SIGMOID, **GROUPS, "correction_bias": "selection"}),
-    Case(
-        id="sigmoid-groups-bias-zero",
-        values={**SIGMOID, **GROUPS, "correction_bias": "selection", "dropped_groups": "zero"},
-    ),
-    Case(id="sqrt_softplus", values={"score_function": "sqrt_softplus"}),
-    Case(
-        id="sqrt_softplus-bias-scaled",
-        values={
+SPECS = {
+    name: RoutingSpec(**{"top_k": 4, **values})
+    for name, values in {
+        "softmax": {},
+        "softmax-renormalised": {"renormalize": True},
+        "softmax-after-topk": {"softmax_order": "after_topk"},
+        "softmax-after-topk-bias": {"softmax_order": "after_topk", "correction_bias": "selection"},
+        "softmax-after-topk-groups": {"softmax_order": "after_topk", **GROUPS},
+        "softmax-bias-selection": {"correction_bias": "selection"},
+        "softmax-bias-score": {"correction_bias": "score"},
+        "softmax-softcap": {"softcap": 2.0},
+        "softmax-softcap-bias-score": {"softcap": 1.0, "correction_bias": "score"},
+        "softmax-groups-zero": {**GROUPS, "group_score_top_n": 1, "dropped_groups": "zero"},
+        "sigmoid": SIGMOID,
+        "sigmoid-bias-selection": {**SIGMOID, "correction_bias": "selection"},
+        "sigmoid-bias-score": {**SIGMOID, "correction_bias": "score"},
+        "sigmoid-groups-bias": {**SIGMOID, **GROUPS, "correction_bias": "selection"},
+        "sigmoid-groups-bias-zero": {
+            **SIGMOID,
+            **GROUPS,
+            "correction_bias": "selection",
+            "dropped_groups": "zero",
+        },
+        "sqrt_softplus": {"score_function": "sqrt_softplus"},
+        "sqrt_softplus-bias-scaled": {
             "score_function": "sqrt_softplus",
             "correction_bias": "selection",
             "renormalize": True,
             "routed_scaling_factor": 1.5,
         },
-    ),
-    Case(id="epsilon-added", values={**SIGMOID, "epsilon_mode": "added", "epsilon": 0.25}),
-    Case(id="epsilon-clamp", values={**SIGMOID, "epsilon_mode": "clamp", "epsilon": 2.5}),
-]
+        "epsilon-added": {**SIGMOID, "epsilon_mode": "added", "epsilon": 0.25},
+        "epsilon-clamp": {**SIGMOID, "epsilon_mode": "clamp", "epsilon": 2.5},
+    }.items()
+}
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=[*SPECS])
 
 
 # Every preset, for 32 experts, and settings of checkpoints that routers treat otherwise.
@@ -98,8 +91,27 @@ PRESETS = {
 }
 
 
-def spec_of(values: dict[str, object]) -> RoutingSpec:
-    return RoutingSpec(**{"top_k": 4, **values})
+def pick_spec(pick: Callable[[Sequence[Any]], Any], num_experts: int, most: int) -> RoutingSpec:
+    """Return any spec for these experts, of at most `most` a token; pick: chooses an element."""
+    num_groups = pick([groups for groups in (1, 2, 3, 4, 6, 8) if num_experts % groups == 0])
+    topk_groups, group_size = pick(range(1, num_groups + 1)), num_experts // num_groups
+    function, renormalize = pick(["softmax", "sigmoid", "sqrt_softplus"]), pick([False, True])
+    epsilon_mode = pick(["none", "added", "clamp"]) if renormalize else "none"
+    return RoutingSpec(
+        top_k=pick(range(1, min(most, topk_groups * group_size) + 1)),
+        score_function=function,
+        softmax_order=pick(["before_topk", "after_topk"][: 2 if function == "softmax" else 1]),
+        softcap=pick([None, None, 0.5, 3.0, 30.0]),
+        correction_bias=pick(["none", "selection", "score"]),
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        group_score_top_n=pick(range(1, min(5, group_size) + 1)),
+        dropped_groups=pick(["neg_inf", "zero"]),
+        renormalize=renormalize,
+        epsilon_mode=epsilon_mode,
+        epsilon=0.0 if epsilon_mode == "none" else pick([1e-20, 1e-12, 1e-6, 0.25]),
+        routed_scaling_factor=pick([1.0, 2.5]),
+    )
 
 
 def spread_logits(num_tokens: int, num_experts: int) -> Tensor:

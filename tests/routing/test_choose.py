@@ -16,7 +16,6 @@ from epcomm.routing.choose import RouterChoice, choose_router
 from epcomm.routing.triton_gating import TritonGate
 from fakes.ascend.operators.gating import moe_gating_top_k
 from tests.routing.calls import expect_gating_calls
-from tests.routing.cases import spec_of
 
 pytestmark = pytest.mark.usefixtures("npu_operators")
 
@@ -25,7 +24,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # Without torch_npu torch knows no device of this name.
 NPU = cast(torch.device, SimpleNamespace(type="npu"))
 SAID = presets.afmoe(top_k=4, routed_scaling_factor=1.5)
-UNSAID = spec_of({"top_k": 4, "score_function": "sigmoid", "softcap": 2.0})
+UNSAID = RoutingSpec(top_k=4, score_function="sigmoid", softcap=2.0)
 BY_OPERATOR = ("routing by npu_moe_gating_top_k, with gradients by the reference",)
 BY_GATE = ("routing by the triton gate; float64 and compiled calls by the reference",)
 WHY_UNSAID = (
@@ -69,7 +68,7 @@ def test_on_a_gpu_auto_takes_the_gate_where_it_can() -> None:
     assert largest.explain() == (
         "routing by the reference: the triton gate takes at most 1024 experts, not 1025",
     )
-    many = spec_of({"top_k": 33})
+    many = RoutingSpec(top_k=33)
     many_chosen = choose_router(Router.AUTO, many, num_experts=64, device=CUDA, where="rank 3 of 8")
     assert many_chosen.explain() == (
         "routing by the reference: the triton gate chooses at most 32 experts a token, not 33",
@@ -165,7 +164,7 @@ def test_operator_that_is_not_there_is_refused_by_name(
 
 
 def test_impossible_routing_is_refused_when_the_layer_is_made() -> None:
-    spec = spec_of({"top_k": 1, "num_groups": 64, "topk_groups": 2})
+    spec = RoutingSpec(top_k=1, num_groups=64, topk_groups=2)
     for router in Router:
         with pytest.raises(ConfigError, match="num_groups is 64, expected a divisor of 32"):
             choose(router, spec, CPU)

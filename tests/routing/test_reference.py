@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from epcomm.errors import ConfigError, EPError, ShapeError
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec, route
-from tests.routing.cases import CASES, Case, bias_for, spec_of, spread_logits
+from tests.routing.cases import bias_for, every_spec, spread_logits
 from tests.routing.oracle import route_rows
 
 NAN, INF = math.nan, math.inf
@@ -22,9 +22,8 @@ NAN, INF = math.nan, math.inf
 FLOAT32_RTOL = 1e-6
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_route_equals_the_oracle_in_ids_order_and_weights(case: Case) -> None:
-    spec = spec_of(case.values)
+@every_spec
+def test_route_equals_the_oracle_in_ids_order_and_weights(spec: RoutingSpec) -> None:
     logits = spread_logits(64, 16)
     bias = bias_for(spec, 16)
     rows = route_rows(logits, spec, bias)
@@ -38,9 +37,8 @@ def test_route_equals_the_oracle_in_ids_order_and_weights(case: Case) -> None:
     torch.testing.assert_close(topk.topk_weights, expected, rtol=FLOAT32_RTOL, atol=0.0)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_route_never_reads_the_device(case: Case) -> None:
-    spec = spec_of(case.values)
+@every_spec
+def test_route_never_reads_the_device(spec: RoutingSpec) -> None:
     bias = bias_for(spec, 16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         logits = torch.empty(5, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -52,9 +50,8 @@ def test_route_never_reads_the_device(case: Case) -> None:
     assert logits.grad is not None
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_equal_experts_tie_and_the_lowest_id_wins(case: Case) -> None:
-    spec = spec_of(case.values)
+@every_spec
+def test_equal_experts_tie_and_the_lowest_id_wins(spec: RoutingSpec) -> None:
     bias = None if spec.correction_bias == "none" else torch.full((256,), 0.375)
 
     # 256: sorts of more than 128 elements take another path on some devices.
@@ -65,7 +62,7 @@ def test_equal_experts_tie_and_the_lowest_id_wins(case: Case) -> None:
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrt_softplus"])
 def test_rounding_in_the_tail_of_a_vectorised_loop_breaks_no_tie(function: str) -> None:
-    spec = spec_of({"score_function": function, "softcap": 8.0})
+    spec = RoutingSpec(top_k=4, score_function=function, softcap=8.0)
     values = torch.randn(200, generator=torch.Generator().manual_seed(3)) * 4
 
     for value in values.tolist():
@@ -74,9 +71,8 @@ def test_rounding_in_the_tail_of_a_vectorised_loop_breaks_no_tie(function: str) 
         assert topk.topk_ids.tolist() == [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_nan_logits_rank_last_and_do_not_touch_the_others(case: Case) -> None:
-    spec = spec_of(case.values)
+@every_spec
+def test_nan_logits_rank_last_and_do_not_touch_the_others(spec: RoutingSpec) -> None:
     logits = spread_logits(32, 16)
     # Each group of four keeps at least two experts; in every third row only one group has any.
     logits[:, [1, 6, 7, 12]] = NAN
@@ -104,15 +100,13 @@ def test_nan_of_either_sign_ranks_behind_minus_infinity() -> None:
 @pytest.mark.parametrize("order", ["before_topk", "after_topk"])
 @pytest.mark.parametrize("fill", ["neg_inf", "zero"])
 def test_dropped_expert_that_stands_in_for_nan_weighs_zero(order: str, fill: str) -> None:
-    spec = spec_of(
-        {
-            "top_k": 2,
-            "softmax_order": order,
-            "num_groups": 2,
-            "topk_groups": 1,
-            "dropped_groups": fill,
-            "renormalize": True,
-        }
+    spec = RoutingSpec(
+        top_k=2,
+        softmax_order=order,
+        num_groups=2,
+        topk_groups=1,
+        dropped_groups=fill,
+        renormalize=True,
     )
 
     topk = route(torch.tensor([[3.0, NAN, 1.0, 0.0]]), spec)
@@ -127,7 +121,7 @@ def test_dropped_expert_that_stands_in_for_nan_weighs_zero(order: str, fill: str
 def test_row_without_a_finite_logit_weighs_zero(
     order: str, renormalize: bool, value: float
 ) -> None:
-    spec = spec_of({"softmax_order": order, "renormalize": renormalize})
+    spec = RoutingSpec(top_k=4, softmax_order=order, renormalize=renormalize)
 
     topk = route(torch.full((1, 6), value), spec)
 
@@ -139,8 +133,8 @@ def test_row_without_a_finite_logit_weighs_zero(
 @pytest.mark.parametrize("mode", ["none", "added", "clamp"])
 def test_zero_sum_under_renormalisation_gives_zeros(function: str, mode: str) -> None:
     epsilon = 0.0 if mode == "none" else 1e-20
-    spec = spec_of(
-        {"score_function": function, "renormalize": True, "epsilon_mode": mode, "epsilon": epsilon}
+    spec = RoutingSpec(
+        top_k=4, score_function=function, renormalize=True, epsilon_mode=mode, epsilon=epsilon
     )
 
     topk = route(torch.full((2, 5), -INF), spec)
@@ -230,7 +224,7 @@ def test_bad_arguments_are_named(
     logits: Tensor, bias: Tensor | None, error: type[EPError], message: str
 ) -> None:
     has_bias = "none" if bias is None else "selection"
-    spec = spec_of({"top_k": 2, "correction_bias": has_bias})
+    spec = RoutingSpec(top_k=2, correction_bias=has_bias)
 
     with pytest.raises(error, match=message):
         route(logits, spec, correction_bias=bias)

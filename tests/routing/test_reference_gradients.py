@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from epcomm.routing import RoutingSpec, route
-from tests.routing.cases import CASES, Case, bias_for, spec_of, spread_logits
+from tests.routing.cases import bias_for, every_spec, spread_logits
 from tests.routing.oracle import route_row
 
 # Central differences in float64: the truncation error is of the order STEP**2.
@@ -38,10 +38,9 @@ def gradient(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@every_spec
 @pytest.mark.parametrize("with_nan", [False, True], ids=["finite", "nan"])
-def test_gradient_equals_the_slope_of_the_oracle(case: Case, with_nan: bool) -> None:
-    spec = spec_of(case.values)
+def test_gradient_equals_the_slope_of_the_oracle(spec: RoutingSpec, with_nan: bool) -> None:
     logits = spread_logits(3, 16)
     if with_nan:
         logits[:, [2, 5, 8]] = math.nan
@@ -54,9 +53,8 @@ def test_gradient_equals_the_slope_of_the_oracle(case: Case, with_nan: bool) -> 
     torch.testing.assert_close(result, slopes, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_gradient_is_finite_at_extreme_logits(case: Case) -> None:
-    spec = spec_of(case.values)
+@every_spec
+def test_gradient_is_finite_at_extreme_logits(spec: RoutingSpec) -> None:
     logits = spread_logits(4, 16)
     logits[0, ::2] = -math.inf
     logits[1, ::3] = math.inf
@@ -69,8 +67,8 @@ def test_gradient_is_finite_at_extreme_logits(case: Case) -> None:
 def test_bias_learns_inside_the_score_only() -> None:
     bias = torch.zeros(6, requires_grad=True)
     logits = spread_logits(2, 6)
-    inside = spec_of({"top_k": 2, "correction_bias": "score"})
-    selecting = spec_of({"top_k": 2, "correction_bias": "selection"})
+    inside = RoutingSpec(top_k=2, correction_bias="score")
+    selecting = RoutingSpec(top_k=2, correction_bias="selection")
 
     assert route(logits, inside, correction_bias=bias).topk_weights.requires_grad
     assert not route(logits, selecting, correction_bias=bias).topk_weights.requires_grad

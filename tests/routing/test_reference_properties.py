@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec, route
-from tests.routing.cases import spec_of
+from tests.routing.cases import pick_spec
 from tests.routing.oracle import route_rows
 
 NUM_EXPERTS = 12
@@ -24,29 +24,7 @@ logit_values = st.integers(-16, 16).map(lambda quarter: quarter / 4)
 
 @st.composite
 def specs(draw: st.DrawFn) -> RoutingSpec:
-    score_function = draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"]))
-    orders = ["before_topk", "after_topk"] if score_function == "softmax" else ["before_topk"]
-    num_groups = draw(st.sampled_from([1, 2, 3, 4]))
-    topk_groups = draw(st.integers(1, num_groups))
-    renormalize = draw(st.booleans())
-    epsilon_mode = draw(st.sampled_from(["none", "added", "clamp"])) if renormalize else "none"
-    return spec_of(
-        {
-            "top_k": draw(st.integers(1, topk_groups * NUM_EXPERTS // num_groups)),
-            "score_function": score_function,
-            "softmax_order": draw(st.sampled_from(orders)),
-            "softcap": draw(st.sampled_from([None, 0.5, 3.0])),
-            "correction_bias": draw(st.sampled_from(["none", "selection", "score"])),
-            "num_groups": num_groups,
-            "topk_groups": topk_groups,
-            "group_score_top_n": draw(st.integers(1, NUM_EXPERTS // num_groups)),
-            "dropped_groups": draw(st.sampled_from(["neg_inf", "zero"])),
-            "renormalize": renormalize,
-            "epsilon_mode": epsilon_mode,
-            "epsilon": 0.0 if epsilon_mode == "none" else draw(st.sampled_from([1e-20, 0.5])),
-            "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
-        }
-    )
+    return pick_spec(lambda options: draw(st.sampled_from(options)), NUM_EXPERTS, NUM_EXPERTS)
 
 
 def batches(values: st.SearchStrategy[float] = logit_values) -> st.SearchStrategy[Tensor]:

@@ -31,7 +31,7 @@ from epcomm.routing import RoutingSpec, record_routes, replay_routes, watch_gate
 from epcomm.routing.gates import GateCall, choose, named_gates
 from epcomm.testing.oracle import relative_error
 from tests.placement.layers import any_placement
-from tests.routing.cases import CASES, Case, bias_for, spec_of, spread_logits
+from tests.routing.cases import bias_for, every_spec, spread_logits
 from tests.routing.oracle import cap, score, weigh
 
 HIDDEN, NUM_EXPERTS, TOP_K, NUM_LAYERS = 8, 6, 3, 4
@@ -577,9 +577,9 @@ def call_of(spec: RoutingSpec, logits: Tensor, bias: Tensor | None) -> GateCall:
     )
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
-def test_weights_of_given_experts_equal_the_oracle_and_have_gradients(case: Case) -> None:
-    spec, num_experts = spec_of(case.values), 8
+@every_spec
+def test_weights_of_given_experts_equal_the_oracle_and_have_gradients(spec: RoutingSpec) -> None:
+    num_experts = 8
     logits = spread_logits(5, num_experts).double().requires_grad_()
     bias = bias_for(spec, num_experts)
     bias = None if bias is None else bias.double()

@@ -10,7 +10,6 @@ from epcomm.errors import ConfigError
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec, ScoreFunction
 from epcomm.routing.presets import deepseek_v3, ernie4_5_moe, gpt_oss
-from tests.routing.cases import spec_of
 
 BAD_VALUES = [
     ({"top_k": 0}, "top_k is 0, expected an integer of at least 1"),
@@ -38,7 +37,7 @@ BAD_VALUES = [
 @pytest.mark.parametrize(("values", "message"), BAD_VALUES, ids=lambda value: str(value)[:40])
 def test_bad_value_is_named_with_what_was_expected(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        spec_of({"top_k": 2, **values})
+        RoutingSpec(**{"top_k": 2, **values})
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_spec_survives_json(spec: RoutingSpec) -> None:
 
 
 def test_plain_strings_become_enums() -> None:
-    spec = spec_of({"top_k": 1, "score_function": "sigmoid"})
+    spec = RoutingSpec(top_k=1, score_function="sigmoid")
 
     assert spec.score_function is ScoreFunction.SIGMOID
     assert hash(spec) == hash(RoutingSpec(top_k=1, score_function=ScoreFunction.SIGMOID))

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec, route
 from epcomm.routing.triton_gating import MAX_EXPERTS, MAX_TOP_K, TritonGate
-from tests.routing.cases import CASES, PRESETS, Case, bias_for, spec_of, spread_logits
+from tests.routing.cases import PRESETS, bias_for, every_spec, pick_spec, spread_logits
 from tests.routing.gate_comparison import Comparison, compare
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,9 +47,8 @@ def test_every_preset_routes_as_the_reference(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_odd_logits_are_ranked_and_weighed_as_by_the_reference(case: Case) -> None:
-    spec = spec_of(case.values)
+@every_spec
+def test_odd_logits_are_ranked_and_weighed_as_by_the_reference(spec: RoutingSpec) -> None:
     # 20 experts, 5 in a group: neither is a power of two.
     logits = torch.cat((spread_logits(64, 20), torch.full((1, 20), 0.7)))
     logits[0, ::2] = math.nan
@@ -65,7 +64,7 @@ def test_odd_logits_are_ranked_and_weighed_as_by_the_reference(case: Case) -> No
     if bias is not None and spec.correction_bias == "selection":
         bias[4] = -math.inf
     found, expected = (
-        routed(logits.to(DEVICE), spec, _to_device(bias)),
+        routed(logits.to(DEVICE), spec, None if bias is None else bias.to(DEVICE)),
         route(logits, spec, correction_bias=bias),
     )
     assert torch.equal(found.topk_ids.cpu(), expected.topk_ids)
@@ -90,9 +89,8 @@ def test_no_tokens() -> None:
     assert routed(torch.zeros(0, 32), PRESETS["qwen3_moe"], None).topk_ids.shape == (0, 8)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_gradients_are_those_of_the_reference(case: Case) -> None:
-    spec = spec_of(case.values)
+@every_spec
+def test_gradients_are_those_of_the_reference(spec: RoutingSpec) -> None:
     logits = spread_logits(6, 16)
     logits[1, ::2] = math.nan
     logits[2, ::3] = -math.inf
@@ -133,7 +131,8 @@ def test_random_routings_equal_the_reference() -> None:
     draw = random.Random(0)
     found = []
     for seed in range(500):
-        spec, num_experts = random_routing(draw)
+        num_experts = draw.choice([8, 12, 40, 64, 96])
+        spec = pick_spec(draw.choice, num_experts, MAX_TOP_K)
         logits = random_logits(200, num_experts, seed) * draw.choice([0.5, 1.0, 3.0])
         logits = logits.to(draw.choice([torch.float32, torch.bfloat16, torch.float16]))
         logits[::7, draw.randrange(num_experts)] = draw.choice([math.nan, math.inf, -math.inf])
@@ -144,39 +143,8 @@ def test_random_routings_equal_the_reference() -> None:
     assert num_excused <= MOST_EXCUSED * sum(each.num_tokens for each in found)
 
 
-def random_routing(draw: random.Random) -> tuple[RoutingSpec, int]:
-    num_experts = draw.choice([8, 12, 40, 64, 96])
-    num_groups = draw.choice([g for g in (1, 2, 4, 6, 8) if num_experts % g == 0])
-    topk_groups = draw.randint(1, num_groups)
-    function = draw.choice(["softmax", "sigmoid", "sqrt_softplus"])
-    renormalize = draw.random() < 0.5
-    mode = draw.choice(["none", "added", "clamp"]) if renormalize else "none"
-    by_logit = function == "softmax" and draw.random() < 0.5
-    most = min(MAX_TOP_K, topk_groups * num_experts // num_groups)
-    spec = {
-        "top_k": draw.randint(1, most),
-        "score_function": function,
-        "softmax_order": "after_topk" if by_logit else "before_topk",
-        "softcap": draw.choice([None, None, 0.5, 3.0, 30.0]),
-        "correction_bias": draw.choice(["none", "selection", "score"]),
-        "num_groups": num_groups,
-        "topk_groups": topk_groups,
-        "group_score_top_n": draw.randint(1, min(5, num_experts // num_groups)),
-        "dropped_groups": draw.choice(["neg_inf", "zero"]),
-        "renormalize": renormalize,
-        "epsilon_mode": mode,
-        "epsilon": 0.0 if mode == "none" else draw.choice([1e-20, 1e-12, 1e-6, 0.25]),
-        "routed_scaling_factor": draw.choice([1.0, 2.5]),
-    }
-    return spec_of(spec), num_experts
-
-
 @pytest.mark.slow
 def test_the_largest_gate_routes_as_the_reference() -> None:
     spec = replace(PRESETS["deepseek_v3"], top_k=MAX_TOP_K, num_groups=32, topk_groups=4)
     found = compared(random_logits(64, MAX_EXPERTS, 4), spec, bias_for(spec, MAX_EXPERTS))
     assert not found.wrong
-
-
-def _to_device(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.to(DEVICE)

@@ -52,7 +52,6 @@ def route_row(
     adjusted = [cap(z, spec.softcap) + b for z, b in zip(logits, inner, strict=True)]
     valid = [e for e in range(num_experts) if not math.isnan(logits[e])]
     scores = dict(zip(valid, score([adjusted[e] for e in valid], spec), strict=True))
-
     choices = {e: scores[e] + outer[e] for e in valid}
     origins: dict[int, tuple[float, ...]] = {e: (adjusted[e], outer[e]) for e in valid}
     group_size = num_experts // spec.num_groups
@@ -66,7 +65,6 @@ def route_row(
         if e // group_size not in kept:
             choices[e] = 0.0 if spec.dropped_groups == "zero" else -math.inf
             origins[e] = (choices[e],)
-
     ranked = rank([Candidate(index=e, value=choices[e], origin=origins[e]) for e in valid])
     order = [candidate.index for candidate in ranked]
     order += [e for e in range(num_experts) if e not in valid]

@@ -197,9 +197,7 @@ def scatter(topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
 @every_family
 def test_preset_equals_the_router_of_the_block(family: Family) -> None:
     routed = run_block(family, torch.float32)
-
     topk = route(routed.logits, family.spec, correction_bias=routed.bias)
-
     dense = scatter(topk.topk_ids, topk.topk_weights)
     torch.testing.assert_close(dense, routed.dense, rtol=FLOAT32_RTOL, atol=0.0)
 
@@ -208,9 +206,7 @@ def test_preset_equals_the_router_of_the_block(family: Family) -> None:
 def test_bias_decides_in_the_comparison(family: Family) -> None:
     """Without this check a preset that ignores the bias would pass."""
     routed = run_block(family, torch.float32)
-
     topk = route(routed.logits, family.spec, correction_bias=torch.zeros(NUM_EXPERTS))
-
     assert (scatter(topk.topk_ids, topk.topk_weights) > 0).ne(routed.dense > 0).any()
 
 
@@ -221,9 +217,7 @@ def test_preset_equals_the_router_of_the_bfloat16_block(family: Family) -> None:
     # bfloat16 logits may tie, and which of two equal experts it takes transformers leaves open.
     decided = torch.tensor([row.gap > family.bf16_gap and not row.tied for row in rows])
     assert decided.float().mean() > 0.5
-
     topk = route(routed.logits, family.spec, correction_bias=routed.bias)
-
     dense = scatter(topk.topk_ids, topk.topk_weights)
     rtol = FLOAT32_RTOL + family.bf16_roundings * BF16_ROUNDING
     torch.testing.assert_close(dense[decided], routed.dense[decided], rtol=rtol, atol=0.0)

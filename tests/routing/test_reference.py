@@ -28,9 +28,7 @@ def test_route_equals_the_oracle_in_ids_order_and_weights(spec: RoutingSpec) -> 
     bias = bias_for(spec, 16)
     rows = route_rows(logits, spec, bias)
     assert min(row.gap for row in rows) > 1e-6, "the data must decide every order"
-
     topk = route(logits, spec, correction_bias=bias)
-
     assert topk.topk_ids.is_contiguous()
     assert topk.topk_ids.tolist() == [row.ids for row in rows]
     expected = torch.tensor([row.weights for row in rows])
@@ -42,10 +40,8 @@ def test_route_never_reads_the_device(spec: RoutingSpec) -> None:
     bias = bias_for(spec, 16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         logits = torch.empty(5, 16, dtype=torch.bfloat16, requires_grad=True)
-
         topk = route(logits, spec, correction_bias=bias)
         topk.topk_weights.sum().backward()
-
     assert topk.topk_ids.shape == (5, 4)
     assert logits.grad is not None
 
@@ -53,10 +49,8 @@ def test_route_never_reads_the_device(spec: RoutingSpec) -> None:
 @every_spec
 def test_equal_experts_tie_and_the_lowest_id_wins(spec: RoutingSpec) -> None:
     bias = None if spec.correction_bias == "none" else torch.full((256,), 0.375)
-
     # 256: sorts of more than 128 elements take another path on some devices.
     topk = route(torch.full((3, 256), 0.7), spec, correction_bias=bias)
-
     assert torch.equal(topk.topk_ids, torch.arange(4).expand(3, 4))
 
 
@@ -64,7 +58,6 @@ def test_equal_experts_tie_and_the_lowest_id_wins(spec: RoutingSpec) -> None:
 def test_rounding_in_the_tail_of_a_vectorised_loop_breaks_no_tie(function: str) -> None:
     spec = RoutingSpec(top_k=4, score_function=function, softcap=8.0)
     values = torch.randn(200, generator=torch.Generator().manual_seed(3)) * 4
-
     for value in values.tolist():
         # One row of 61, an odd size: a batch would hide most rows from the tail.
         topk = route(torch.full((1, 61), value), spec)
@@ -78,9 +71,7 @@ def test_nan_logits_rank_last_and_do_not_touch_the_others(spec: RoutingSpec) -> 
     logits[:, [1, 6, 7, 12]] = NAN
     logits[::3, 3:] = NAN
     bias = bias_for(spec, 16)
-
     topk = route(logits, spec, correction_bias=bias)
-
     rows = route_rows(logits, spec, bias)
     assert topk.topk_ids.tolist() == [row.ids for row in rows]
     expected = torch.tensor([row.weights for row in rows])
@@ -90,9 +81,7 @@ def test_nan_logits_rank_last_and_do_not_touch_the_others(spec: RoutingSpec) -> 
 def test_nan_of_either_sign_ranks_behind_minus_infinity() -> None:
     negative_nan = torch.tensor(-1, dtype=torch.int32).view(torch.float32).item()
     logits = torch.tensor([[negative_nan, NAN, -INF, 1.0, -INF]])
-
     topk = route(logits, RoutingSpec(top_k=5))
-
     assert topk.topk_ids.tolist() == [[3, 2, 4, 0, 1]]
     assert topk.topk_weights.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]
 
@@ -108,9 +97,7 @@ def test_dropped_expert_that_stands_in_for_nan_weighs_zero(order: str, fill: str
         dropped_groups=fill,
         renormalize=True,
     )
-
     topk = route(torch.tensor([[3.0, NAN, 1.0, 0.0]]), spec)
-
     assert topk.topk_ids.tolist() == [[0, 2]]
     assert topk.topk_weights.tolist() == [[1.0, 0.0]]
 
@@ -122,9 +109,7 @@ def test_row_without_a_finite_logit_weighs_zero(
     order: str, renormalize: bool, value: float
 ) -> None:
     spec = RoutingSpec(top_k=4, softmax_order=order, renormalize=renormalize)
-
     topk = route(torch.full((1, 6), value), spec)
-
     assert topk.topk_ids.tolist() == [[0, 1, 2, 3]]
     assert topk.topk_weights.tolist() == [[0.0] * 4]
 
@@ -136,17 +121,13 @@ def test_zero_sum_under_renormalisation_gives_zeros(function: str, mode: str) ->
     spec = RoutingSpec(
         top_k=4, score_function=function, renormalize=True, epsilon_mode=mode, epsilon=epsilon
     )
-
     topk = route(torch.full((2, 5), -INF), spec)
-
     assert topk.topk_weights.tolist() == [[0.0] * 4] * 2
 
 
 def test_infinite_logit_takes_all_the_weight() -> None:
     logits = torch.tensor([[0.0, INF, 1.0], [INF, 1.0, INF]])
-
     topk = route(logits, RoutingSpec(top_k=2))
-
     # The other probabilities underflow to 0, and a tie goes to the lowest id.
     assert topk.topk_ids.tolist() == [[1, 0], [0, 2]]
     assert topk.topk_weights.tolist() == [[1.0, 0.0], [0.5, 0.5]]
@@ -156,10 +137,8 @@ def test_sqrt_softplus_is_smooth_where_softplus_underflows() -> None:
     values = [-300.0, -100.0, -20.5, -20.0, -19.5, 0.0, 19.5, 20.0, 20.5, 1e30]
     spec = RoutingSpec(top_k=1, score_function="sqrt_softplus")
     logits = torch.tensor(values).unsqueeze(1).requires_grad_()
-
     weights = route(logits, spec).topk_weights
     (gradient,) = torch.autograd.grad(weights.sum(), logits)
-
     for z, weight, slope in zip(values, weights.flatten(), gradient.flatten(), strict=True):
         softplus = max(z, 0.0) + math.log1p(math.exp(-abs(z)))
         sigmoid = math.exp(min(z, 0.0)) / (1 + math.exp(-abs(z)))
@@ -185,9 +164,7 @@ def reverse_routing(
 def test_custom_function_replaces_the_arithmetic() -> None:
     spec = RoutingSpec(top_k=2, custom_function=reverse_routing)
     hidden_states = torch.arange(12.0).view(3, 4)
-
     topk = route(torch.zeros(3, 5), spec, hidden_states=hidden_states)
-
     assert topk.topk_ids.tolist() == [[4, 3]] * 3
     assert topk.topk_weights.tolist() == [[0.0, 1.0], [4.0, 5.0], [8.0, 9.0]]
 
@@ -205,7 +182,6 @@ def test_custom_function_is_held_to_the_record(
     custom_function: Callable[..., TopKOutput], message: str
 ) -> None:
     spec = RoutingSpec(top_k=2, custom_function=custom_function)
-
     with pytest.raises(ShapeError, match=message):
         route(torch.zeros(3, 5), spec, hidden_states=torch.zeros(3, 4))
 
@@ -225,6 +201,5 @@ def test_bad_arguments_are_named(
 ) -> None:
     has_bias = "none" if bias is None else "selection"
     spec = RoutingSpec(top_k=2, correction_bias=has_bias)
-
     with pytest.raises(error, match=message):
         route(logits, spec, correction_bias=bias)

@@ -45,9 +45,7 @@ def test_gradient_equals_the_slope_of_the_oracle(spec: RoutingSpec, with_nan: bo
     if with_nan:
         logits[:, [2, 5, 8]] = math.nan
     bias = bias_for(spec, 16)
-
     result = gradient(logits, spec, bias)
-
     slopes = torch.tensor([differences(row, spec, bias) for row in logits.double().tolist()])
     # 1e-6: float32 rounding of slopes that are of order 1.
     torch.testing.assert_close(result, slopes, rtol=1e-5, atol=1e-6)
@@ -60,7 +58,6 @@ def test_gradient_is_finite_at_extreme_logits(spec: RoutingSpec) -> None:
     logits[1, ::3] = math.inf
     logits[2, ::2], logits[2, 1::2] = 300.0, -300.0
     logits[3] = -math.inf
-
     assert torch.isfinite(gradient(logits, spec, bias_for(spec, 16))).all()
 
 
@@ -69,6 +66,5 @@ def test_bias_learns_inside_the_score_only() -> None:
     logits = spread_logits(2, 6)
     inside = RoutingSpec(top_k=2, correction_bias="score")
     selecting = RoutingSpec(top_k=2, correction_bias="selection")
-
     assert route(logits, inside, correction_bias=bias).topk_weights.requires_grad
     assert not route(logits, selecting, correction_bias=bias).topk_weights.requires_grad

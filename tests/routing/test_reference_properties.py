@@ -46,9 +46,7 @@ def route_with(spec: RoutingSpec, logits: Tensor, bias: Tensor) -> TopKOutput:
 def test_route_equals_the_oracle(spec: RoutingSpec, logits: Tensor, bias: Tensor) -> None:
     rows = route_rows(logits, spec, bias)
     assume(all(row.gap > DECISIVE_GAP for row in rows))
-
     topk = route_with(spec, logits, bias)
-
     assert topk.topk_ids.tolist() == [row.ids for row in rows]
     expected = torch.tensor([row.weights for row in rows]).view(-1, spec.top_k)
     torch.testing.assert_close(topk.topk_weights, expected, rtol=FLOAT32_RTOL, atol=1e-30)
@@ -60,7 +58,6 @@ def test_any_float_gives_distinct_ids_and_finite_weights(
     spec: RoutingSpec, logits: Tensor, bias: Tensor
 ) -> None:
     topk = route_with(spec, logits, bias)
-
     ordered = topk.topk_ids.sort(dim=-1).values
     assert (ordered[:, 1:] > ordered[:, :-1]).all()
     assert ((topk.topk_ids >= 0) & (topk.topk_ids < NUM_EXPERTS)).all()
@@ -74,7 +71,6 @@ def test_a_token_is_routed_alike_alone_and_in_a_batch(
     spec: RoutingSpec, logits: Tensor, bias: Tensor
 ) -> None:
     whole = route_with(spec, logits, bias)
-
     for token in range(logits.shape[0]):
         alone = route_with(spec, logits[token : token + 1], bias)
         assert torch.equal(alone.topk_ids[0], whole.topk_ids[token])

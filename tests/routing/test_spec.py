@@ -50,7 +50,6 @@ def test_bad_value_is_named_with_what_was_expected(values: dict[str, object], me
 )
 def test_number_of_experts_must_fit(num_experts: int, message: str) -> None:
     spec = deepseek_v3(top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=1.0)
-
     spec.check_num_experts(8)
     with pytest.raises(ConfigError, match=message):
         spec.check_num_experts(num_experts)
@@ -58,7 +57,6 @@ def test_number_of_experts_must_fit(num_experts: int, message: str) -> None:
 
 def test_kept_groups_must_hold_top_k_experts() -> None:
     spec = deepseek_v3(top_k=5, num_groups=4, topk_groups=2, routed_scaling_factor=1.0)
-
     with pytest.raises(ConfigError, match="top_k is 5, expected at most 4, the experts of topk_gr"):
         spec.check_num_experts(8)
 
@@ -90,6 +88,5 @@ def test_spec_survives_json(spec: RoutingSpec) -> None:
 
 def test_plain_strings_become_enums() -> None:
     spec = RoutingSpec(top_k=1, score_function="sigmoid")
-
     assert spec.score_function is ScoreFunction.SIGMOID
     assert hash(spec) == hash(RoutingSpec(top_k=1, score_function=ScoreFunction.SIGMOID))

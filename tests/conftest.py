@@ -32,6 +32,8 @@ if not torch.cuda.is_available():
 
     install()
 
+from epcomm import EPGroup  # noqa: E402  (it may import triton)
+
 pytest_plugins = ["tests.multi_rank", "tests.defaults"]
 
 
@@ -50,6 +52,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
         return None
     is_here = backend == DEVICES_OF[collection_path.parent.name]
     return None if is_here else True
+
+
+@pytest.fixture
+def group(ep_ranks: object) -> Iterator[EPGroup]:
+    """Yield a group of all ranks of the test."""
+    with EPGroup(ep_ranks) as group:
+        yield group
 
 
 @pytest.fixture

@@ -145,24 +145,22 @@ def test_calls_of_two_groups_over_the_same_collectives_are_compared() -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_equal_specifications_share_a_buffer() -> None:
-    with EPGroup() as group:
-        buffer = group.open_buffer("CollectiveBuffer", SPEC)
-        assert group.open_buffer("CollectiveBuffer", replace(SPEC)) is buffer
-        assert group.open_buffer("CollectiveBuffer", replace(SPEC, top_k=1)) is not buffer
-        assert group.open_buffer("AllGatherBuffer", SPEC) is not buffer
+def test_equal_specifications_share_a_buffer(group: EPGroup) -> None:
+    buffer = group.open_buffer("CollectiveBuffer", SPEC)
+    assert group.open_buffer("CollectiveBuffer", replace(SPEC)) is buffer
+    assert group.open_buffer("CollectiveBuffer", replace(SPEC, top_k=1)) is not buffer
+    assert group.open_buffer("AllGatherBuffer", SPEC) is not buffer
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_ranks_that_ask_for_different_buffers_all_hear_of_it() -> None:
-    with EPGroup() as group:
-        spec = replace(SPEC, hidden_size=32) if group.rank == 2 else SPEC
-        with pytest.raises(ConfigError) as caught:
-            group.open_buffer("CollectiveBuffer", spec)
-        assert "hidden_size: 16 on ranks 0, 1, 3, 32 on rank 2" in str(caught.value)
-        with pytest.raises(ConfigError, match="buffer is 'Pigeon'"):
-            group.open_buffer("Pigeon", SPEC)
-        assert group.open_buffer("CollectiveBuffer", SPEC)
+def test_ranks_that_ask_for_different_buffers_all_hear_of_it(group: EPGroup) -> None:
+    spec = replace(SPEC, hidden_size=32) if group.rank == 2 else SPEC
+    with pytest.raises(ConfigError) as caught:
+        group.open_buffer("CollectiveBuffer", spec)
+    assert "hidden_size: 16 on ranks 0, 1, 3, 32 on rank 2" in str(caught.value)
+    with pytest.raises(ConfigError, match="buffer is 'Pigeon'"):
+        group.open_buffer("Pigeon", SPEC)
+    assert group.open_buffer("CollectiveBuffer", SPEC)
 
 
 @pytest.mark.ranks(NUM_RANKS)

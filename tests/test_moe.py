@@ -33,32 +33,30 @@ def tokens(rank: int, device: torch.device) -> Tensor:
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", PLAIN)
-def test_route_gives_the_logits_and_experts_of_the_block(name: str) -> None:
-    with EPGroup() as group:
-        block = BLOCKS[name]().to(group.device)
-        moe = ExpertParallelMoE.from_transformers(block, group)
-        x = tokens(group.rank, group.device)
-        logits, topk = moe.route(x)
-        wanted_logits, wanted_weights, wanted_ids = block.get_submodule("gate")(x)
-        assert torch.equal(logits, wanted_logits)
-        assert torch.equal(topk.topk_ids, wanted_ids)
-        torch.testing.assert_close(topk.topk_weights, wanted_weights)
-        (logits.logsumexp(1).sum() + topk.topk_weights.sum()).backward()
-        assert x.grad.any()
+def test_route_gives_the_logits_and_experts_of_the_block(name: str, group: EPGroup) -> None:
+    block = BLOCKS[name]().to(group.device)
+    moe = ExpertParallelMoE.from_transformers(block, group)
+    x = tokens(group.rank, group.device)
+    logits, topk = moe.route(x)
+    wanted_logits, wanted_weights, wanted_ids = block.get_submodule("gate")(x)
+    assert torch.equal(logits, wanted_logits)
+    assert torch.equal(topk.topk_ids, wanted_ids)
+    torch.testing.assert_close(topk.topk_weights, wanted_weights)
+    (logits.logsumexp(1).sum() + topk.topk_weights.sum()).backward()
+    assert x.grad.any()
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_tokens_keep_their_shape() -> None:
-    with EPGroup() as group:
-        block = qwen3_moe().to(group.device)
-        moe = ExpertParallelMoE.from_transformers(block, group)
-        x = tokens(group.rank, group.device).detach()
-        y = moe(x)
-        assert relative_error(y, block(x)) <= FP32_TOLERANCE
-        x = x[0, 0]
-        flat = moe(x.view(1, HIDDEN))
-        assert torch.equal(moe(x), flat[0])
-        assert moe(x.new_empty(0, 5, HIDDEN)).shape == (0, 5, HIDDEN)
+def test_tokens_keep_their_shape(group: EPGroup) -> None:
+    block = qwen3_moe().to(group.device)
+    moe = ExpertParallelMoE.from_transformers(block, group)
+    x = tokens(group.rank, group.device).detach()
+    y = moe(x)
+    assert relative_error(y, block(x)) <= FP32_TOLERANCE
+    x = x[0, 0]
+    flat = moe(x.view(1, HIDDEN))
+    assert torch.equal(moe(x), flat[0])
+    assert moe(x.new_empty(0, 5, HIDDEN)).shape == (0, 5, HIDDEN)
 
 
 # Experts of each token, by rank; rank 0 owns experts 0 to 3, rank 1 the others.
@@ -77,97 +75,95 @@ HEADER_BYTES = 8 * (11 + 128)
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_stats_equal_numbers_counted_by_hand() -> None:
-    with EPGroup() as group:
-        rank = group.rank
-        block = qwen3_moe().to(group.device)
-        with torch.no_grad():
-            block.get_parameter("gate.weight").copy_(torch.eye(NUM_EXPERTS, HIDDEN))
-        config = EPConfig(mode="normal", backend="collective")
-        moe = ExpertParallelMoE.from_transformers(block, group, config)
-        assert moe.stats() == EPStats()
+def test_stats_equal_numbers_counted_by_hand(group: EPGroup) -> None:
+    rank = group.rank
+    block = qwen3_moe().to(group.device)
+    with torch.no_grad():
+        block.get_parameter("gate.weight").copy_(torch.eye(NUM_EXPERTS, HIDDEN))
+    config = EPConfig(mode="normal", backend="collective")
+    moe = ExpertParallelMoE.from_transformers(block, group, config)
+    assert moe.stats() == EPStats()
 
-        x = torch.zeros(len(CHOSEN[rank]), HIDDEN, device=group.device)
-        for token, experts in enumerate(CHOSEN[rank]):
-            x[token, list(experts)] = 1.0
-        with torch.no_grad():
-            moe(x)
-        forward = EPStats(
-            num_calls=1,
-            num_tokens=len(CHOSEN[rank]),
-            num_rows=NUM_ROWS[rank],
-            num_slots=NUM_SLOTS[rank],
-            max_slots=NUM_SLOTS[rank],
-            traffic=BufferTraffic(
-                dispatch_bytes=NUM_SENT[rank] * ROW_BYTES,
-                combine_bytes=NUM_RETURNED[rank] * COMBINE_BYTES,
-                control_bytes=HEADER_BYTES,
-            ),
-        )
-        first = moe.stats()
-        assert first == forward
+    x = torch.zeros(len(CHOSEN[rank]), HIDDEN, device=group.device)
+    for token, experts in enumerate(CHOSEN[rank]):
+        x[token, list(experts)] = 1.0
+    with torch.no_grad():
+        moe(x)
+    forward = EPStats(
+        num_calls=1,
+        num_tokens=len(CHOSEN[rank]),
+        num_rows=NUM_ROWS[rank],
+        num_slots=NUM_SLOTS[rank],
+        max_slots=NUM_SLOTS[rank],
+        traffic=BufferTraffic(
+            dispatch_bytes=NUM_SENT[rank] * ROW_BYTES,
+            combine_bytes=NUM_RETURNED[rank] * COMBINE_BYTES,
+            control_bytes=HEADER_BYTES,
+        ),
+    )
+    first = moe.stats()
+    assert first == forward
 
-        moe(x.requires_grad_()).sum().backward()
-        # Backward sends dy without ids, and returns dx with K gradients of weights.
-        assert moe.stats() == EPStats(
-            num_calls=2,
-            num_tokens=2 * forward.num_tokens,
-            num_rows=2 * forward.num_rows,
-            num_slots=2 * forward.num_slots,
-            max_slots=forward.max_slots,
-            traffic=BufferTraffic(
-                dispatch_bytes=NUM_SENT[rank] * (2 * ROW_BYTES + 64),
-                combine_bytes=NUM_RETURNED[rank] * (2 * COMBINE_BYTES + SCALARS_BYTES),
-                control_bytes=2 * HEADER_BYTES,
-            ),
-        )
-        assert moe.stats().num_tokens_per_expert == tuple(2 * load for load in LOADS[rank])
-        # The statistics are read for the first time here, but hold the counts of the first call.
-        assert first.num_tokens_per_expert == tuple(LOADS[rank])
-        # Four slots of four experts.
-        assert first.imbalance == 2.0
-        assert gather_expert_slots(first, group).tolist() == LOADS
-        assert EPStats().imbalance == 1.0
+    moe(x.requires_grad_()).sum().backward()
+    # Backward sends dy without ids, and returns dx with K gradients of weights.
+    assert moe.stats() == EPStats(
+        num_calls=2,
+        num_tokens=2 * forward.num_tokens,
+        num_rows=2 * forward.num_rows,
+        num_slots=2 * forward.num_slots,
+        max_slots=forward.max_slots,
+        traffic=BufferTraffic(
+            dispatch_bytes=NUM_SENT[rank] * (2 * ROW_BYTES + 64),
+            combine_bytes=NUM_RETURNED[rank] * (2 * COMBINE_BYTES + SCALARS_BYTES),
+            control_bytes=2 * HEADER_BYTES,
+        ),
+    )
+    assert moe.stats().num_tokens_per_expert == tuple(2 * load for load in LOADS[rank])
+    # The statistics are read for the first time here, but hold the counts of the first call.
+    assert first.num_tokens_per_expert == tuple(LOADS[rank])
+    # Four slots of four experts.
+    assert first.imbalance == 2.0
+    assert gather_expert_slots(first, group).tolist() == LOADS
+    assert EPStats().imbalance == 1.0
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_slots_of_padding_are_not_counted_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    with EPGroup() as group:
-        config = EPConfig(mode="normal", backend="collective", runner="grouped_mm")
-        monkeypatch.setattr(GroupedMMRunner, "expert_alignment", 16)
-        moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group, config)
-        moe(tokens(group.rank, group.device))
-        all_ids = [moe.route(tokens(rank, group.device))[1].topk_ids for rank in range(NUM_RANKS)]
-        mine = sum(int((ids // NUM_LOCAL == group.rank).sum()) for ids in all_ids)
-        assert moe.stats().num_slots == mine
+def test_slots_of_padding_are_not_counted_as_work(
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
+    config = EPConfig(mode="normal", backend="collective", runner="grouped_mm")
+    monkeypatch.setattr(GroupedMMRunner, "expert_alignment", 16)
+    moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group, config)
+    moe(tokens(group.rank, group.device))
+    all_ids = [moe.route(tokens(rank, group.device))[1].topk_ids for rank in range(NUM_RANKS)]
+    mine = sum(int((ids // NUM_LOCAL == group.rank).sum()) for ids in all_ids)
+    assert moe.stats().num_slots == mine
 
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("mode", ["normal", "standard"])
-def test_traffic_stays_below_what_the_plan_promises(mode: str) -> None:
-    with EPGroup() as group:
-        config = EPConfig(mode=mode)
-        block = qwen3_moe(hidden_size=36, num_experts_per_tok=3).to(group.device)
-        moe = ExpertParallelMoE.from_transformers(block, group, config)
-        num_tokens = 5
-        moe(torch.randn(num_tokens, 36, device=group.device))
-        most = moe.experts.phases.prefill.plan.max_bytes_per_token()
-        sent = moe.stats().traffic
-        assert sent.dispatch_bytes <= num_tokens * most["dispatch"]
-        assert sent.combine_bytes <= num_tokens * NUM_RANKS * most["combine"]
+def test_traffic_stays_below_what_the_plan_promises(mode: str, group: EPGroup) -> None:
+    config = EPConfig(mode=mode)
+    block = qwen3_moe(hidden_size=36, num_experts_per_tok=3).to(group.device)
+    moe = ExpertParallelMoE.from_transformers(block, group, config)
+    num_tokens = 5
+    moe(torch.randn(num_tokens, 36, device=group.device))
+    most = moe.experts.phases.prefill.plan.max_bytes_per_token()
+    sent = moe.stats().traffic
+    assert sent.dispatch_bytes <= num_tokens * most["dispatch"]
+    assert sent.combine_bytes <= num_tokens * NUM_RANKS * most["combine"]
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_explain_names_plan_and_runner() -> None:
-    with EPGroup() as group:
-        block = qwen3_moe(moe_intermediate_size=6).to(group.device)
-        config = EPConfig(mode="normal", backend="collective")
-        text = ExpertParallelMoE.from_transformers(block, group, config).explain()
-        assert text.startswith("mode normal on backend collective (CollectiveBuffer), 2 ranks")
-        assert text.splitlines()[-2:] == [
-            "runner reference",
-            "rejected runner grouped_mm: intermediate_size is 6, expected a multiple of 4",
-        ]
+def test_explain_names_plan_and_runner(group: EPGroup) -> None:
+    block = qwen3_moe(moe_intermediate_size=6).to(group.device)
+    config = EPConfig(mode="normal", backend="collective")
+    text = ExpertParallelMoE.from_transformers(block, group, config).explain()
+    assert text.startswith("mode normal on backend collective (CollectiveBuffer), 2 ranks")
+    assert text.splitlines()[-2:] == [
+        "runner reference",
+        "rejected runner grouped_mm: intermediate_size is 6, expected a multiple of 4",
+    ]
 
 
 # Four experts per group, enough for the operator.
@@ -247,29 +243,27 @@ def test_router_that_is_not_there_says_what_to_import(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_missing_part_and_another_top_k_are_named() -> None:
-    with EPGroup() as group:
-        whole = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group)
-        routing, experts = whole.routing, whole.experts
-        message = "ExpertParallelMoE: gate is NoneType, expected its router"
-        with pytest.raises(ConfigError, match=message):
-            ExpertParallelMoE(routing=routing, experts=experts, parts={})
-        layout = BlockLayout(correction_bias="gate.bias")
-        message = "ExpertParallelMoE: gate.bias is NoneType, expected its correction_bias"
-        parts = {"gate": whole.get_submodule("gate")}
-        with pytest.raises(ConfigError, match=message):
-            ExpertParallelMoE(routing=routing, experts=experts, parts=parts, layout=layout)
-        routing = replace(routing, top_k=experts.top_k + 1)
-        message = f"top_k of routing is {routing.top_k}, expected {experts.top_k} as top_k of exp"
-        with pytest.raises(ConfigError, match=message):
-            ExpertParallelMoE(routing=routing, experts=experts, parts=parts)
+def test_missing_part_and_another_top_k_are_named(group: EPGroup) -> None:
+    whole = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group)
+    routing, experts = whole.routing, whole.experts
+    message = "ExpertParallelMoE: gate is NoneType, expected its router"
+    with pytest.raises(ConfigError, match=message):
+        ExpertParallelMoE(routing=routing, experts=experts, parts={})
+    layout = BlockLayout(correction_bias="gate.bias")
+    message = "ExpertParallelMoE: gate.bias is NoneType, expected its correction_bias"
+    parts = {"gate": whole.get_submodule("gate")}
+    with pytest.raises(ConfigError, match=message):
+        ExpertParallelMoE(routing=routing, experts=experts, parts=parts, layout=layout)
+    routing = replace(routing, top_k=experts.top_k + 1)
+    message = f"top_k of routing is {routing.top_k}, expected {experts.top_k} as top_k of exp"
+    with pytest.raises(ConfigError, match=message):
+        ExpertParallelMoE(routing=routing, experts=experts, parts=parts)
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_runner_that_cannot_compute_the_experts_is_refused_by_name() -> None:
-    with EPGroup() as group:
-        block = qwen3_moe(moe_intermediate_size=6).to(group.device)
-        with pytest.raises(BackendUnavailable, match="runner grouped_mm cannot compute these"):
-            ExpertParallelMoE.from_transformers(block, group, EPConfig(runner="grouped_mm"))
-        with pytest.raises(ConfigError, match="runner is 'fastest', expected auto or one of"):
-            ExpertParallelMoE.from_transformers(block, group, EPConfig(runner="fastest"))
+def test_runner_that_cannot_compute_the_experts_is_refused_by_name(group: EPGroup) -> None:
+    block = qwen3_moe(moe_intermediate_size=6).to(group.device)
+    with pytest.raises(BackendUnavailable, match="runner grouped_mm cannot compute these"):
+        ExpertParallelMoE.from_transformers(block, group, EPConfig(runner="grouped_mm"))
+    with pytest.raises(ConfigError, match="runner is 'fastest', expected auto or one of"):
+        ExpertParallelMoE.from_transformers(block, group, EPConfig(runner="fastest"))

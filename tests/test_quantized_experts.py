@@ -39,9 +39,9 @@ SPECS = {
 @pytest.mark.parametrize("batch", ["empty_rank", "holes"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_layer_equals_the_model(kind: str, config: str, batch: str) -> None:
+def test_layer_equals_the_model(kind: str, config: str, batch: str, group: EPGroup) -> None:
     spec = SPECS[batch]
-    with EPGroup() as group, torch.no_grad():
+    with torch.no_grad():
         plain = make_weights(spec, group.world_size, intermediate_size=INNER, device=group.device)
         weights = KINDS[kind].from_unquantized(plain)
         layer = ExpertParallelExperts(
@@ -64,10 +64,10 @@ BLOCK_TOLERANCE = 0.035
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_layer_of_whole_blocks_equals_the_model(kind: str, config: str) -> None:
+def test_layer_of_whole_blocks_equals_the_model(kind: str, config: str, group: EPGroup) -> None:
     """Use sizes that the GPU kernels support, if there are GPUs."""
     spec = replace(SPECS["holes"], hidden_size=256, dtype=torch.bfloat16)
-    with EPGroup() as group, torch.no_grad():
+    with torch.no_grad():
         plain = make_weights(spec, group.world_size, intermediate_size=128, device=group.device)
         weights = KINDS[kind].from_unquantized(plain)
         top_k = spec.num_topk(group.world_size)
@@ -85,38 +85,36 @@ def test_layer_of_whole_blocks_equals_the_model(kind: str, config: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_rank_holds_its_share_of_codes_and_scales(kind: str) -> None:
+def test_each_rank_holds_its_share_of_codes_and_scales(kind: str, group: EPGroup) -> None:
     spec = SPECS["uneven"]
-    with EPGroup() as group:
-        plain = make_weights(spec, 2, intermediate_size=INNER, device=group.device)
-        weights = KINDS[kind].from_unquantized(plain)
-        layer = ExpertParallelExperts(weights, group, top_k=3)
-        for name, tensor in weights.tensors().items():
-            parameter, mine = layer.get_parameter(name), tensor.chunk(2)[group.rank]
-            assert not parameter.requires_grad
-            assert torch.equal(parameter.view(torch.uint8), mine.view(torch.uint8)), name
+    plain = make_weights(spec, 2, intermediate_size=INNER, device=group.device)
+    weights = KINDS[kind].from_unquantized(plain)
+    layer = ExpertParallelExperts(weights, group, top_k=3)
+    for name, tensor in weights.tensors().items():
+        parameter, mine = layer.get_parameter(name), tensor.chunk(2)[group.rank]
+        assert not parameter.requires_grad
+        assert torch.equal(parameter.view(torch.uint8), mine.view(torch.uint8)), name
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [None, *KINDS])
-def test_share_of_its_own_is_copied_contiguous(kind: str | None) -> None:
+def test_share_of_its_own_is_copied_contiguous(kind: str | None, group: EPGroup) -> None:
     """Imitate a checkpoint that stores matrices transposed."""
-    with EPGroup() as group:
-        plain = make_weights(SPECS["uneven"], 1, intermediate_size=INNER, device=group.device)
-        given = plain.with_tensors(
-            {
-                name: tensor.detach().mT.clone(memory_format=torch.contiguous_format).mT
-                for name, tensor in plain.tensors().items()
-            }
-        )
-        assert not given.gate_up_proj.is_contiguous()
-        weights = given if kind is None else KINDS[kind].from_unquantized(given)
-        layer = ExpertParallelExperts(weights, group, top_k=2, is_local=True)
-        for name, tensor in weights.tensors().items():
-            parameter = layer.get_parameter(name)
-            assert parameter.is_contiguous()
-            same = tensor.contiguous().view(torch.uint8)
-            assert torch.equal(parameter.detach().view(torch.uint8), same)
+    plain = make_weights(SPECS["uneven"], 1, intermediate_size=INNER, device=group.device)
+    given = plain.with_tensors(
+        {
+            name: tensor.detach().mT.clone(memory_format=torch.contiguous_format).mT
+            for name, tensor in plain.tensors().items()
+        }
+    )
+    assert not given.gate_up_proj.is_contiguous()
+    weights = given if kind is None else KINDS[kind].from_unquantized(given)
+    layer = ExpertParallelExperts(weights, group, top_k=2, is_local=True)
+    for name, tensor in weights.tensors().items():
+        parameter = layer.get_parameter(name)
+        assert parameter.is_contiguous()
+        same = tensor.contiguous().view(torch.uint8)
+        assert torch.equal(parameter.detach().view(torch.uint8), same)
 
 
 @dataclass(frozen=True)
@@ -150,9 +148,11 @@ ROUNDINGS = [
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", ROUNDINGS, ids=lambda case: case.id)
 @pytest.mark.parametrize("config", ["normal", "low_latency"])
-def test_layer_rounds_as_the_experts_or_the_configuration_say(config: str, case: Rounding) -> None:
+def test_layer_rounds_as_the_experts_or_the_configuration_say(
+    config: str, case: Rounding, group: EPGroup
+) -> None:
     spec = SPECS["uneven"]
-    with EPGroup() as group, torch.no_grad():
+    with torch.no_grad():
         plain = make_weights(spec, group.world_size, intermediate_size=INNER, device=group.device)
         weights = KINDS[case.kind].from_unquantized(plain, scales=case.scales)
         layer = ExpertParallelExperts(

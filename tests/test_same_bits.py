@@ -77,12 +77,6 @@ class Batch:
         return Batch(*map(torch.cat, zip(vars(self).values(), new, strict=True)))
 
 
-@pytest.fixture
-def group() -> Iterator[EPGroup]:
-    with EPGroup() as group:
-        yield group
-
-
 @pytest.fixture(scope="module")
 def alone() -> Iterator[EPGroup]:
     """Yield a group of this rank alone. Collective."""

@@ -90,19 +90,18 @@ def test_buffer_of_three_ranks_keeps_its_contract(scenario: str, case: str) -> N
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("case", ["normal", "standard", "low_latency"])
-def test_bytes_between_hosts_are_those_predicted(case: str) -> None:
+def test_bytes_between_hosts_are_those_predicted(case: str, group: EPGroup) -> None:
     # All hosts have different numbers of ranks, and the ranks of a host are not contiguous.
     hosts = HostLayout(host_of_rank=(0, 1, 0))
-    with EPGroup() as group:
-        env = buffer_suite.BufferEnv(
-            group=group, backend=CASES[case].backend, mode=CASES[case].mode, hosts=hosts
-        )
-        buffer_suite.run_scenario("traffic", env)
-        sent = group.traffic()["collective"]
-        assert sent.bytes_between > 0
-        # Rank 1 is alone on its host.
-        is_all = sent.bytes_between == sent.dispatch_bytes + sent.combine_bytes
-        assert is_all == (group.rank == 1)
+    env = buffer_suite.BufferEnv(
+        group=group, backend=CASES[case].backend, mode=CASES[case].mode, hosts=hosts
+    )
+    buffer_suite.run_scenario("traffic", env)
+    sent = group.traffic()["collective"]
+    assert sent.bytes_between > 0
+    # Rank 1 is alone on its host.
+    is_all = sent.bytes_between == sent.dispatch_bytes + sent.combine_bytes
+    assert is_all == (group.rank == 1)
 
 
 @pytest.mark.slow
@@ -142,18 +141,18 @@ def quantized_env(group: EPGroup, case: str, wire: str) -> buffer_suite.BufferEn
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", QUANTIZED_CASES)
 @pytest.mark.parametrize(("scenario", "wire"), [("aligned", "int8"), ("traffic", "fp8")])
-def test_quantized_rows_keep_the_contract(scenario: str, case: str, wire: str) -> None:
-    with EPGroup() as group:
-        buffer_suite.run_scenario(scenario, quantized_env(group, case, wire))
+def test_quantized_rows_keep_the_contract(
+    scenario: str, case: str, wire: str, group: EPGroup
+) -> None:
+    buffer_suite.run_scenario(scenario, quantized_env(group, case, wire))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wire", QUANTIZED)
 @pytest.mark.parametrize("case", CASES)
 def test_rows_of_several_blocks_arrive_bit_equal_also_if_quantised_already(
-    case: str, wire: str
+    case: str, wire: str, group: EPGroup
 ) -> None:
-    with EPGroup() as group:
-        env = quantized_env(group, case, wire)
-        buffer_suite.check_batch(env, BLOCKS)
-        buffer_suite.check_wire_tensors(env, BLOCKS)
+    env = quantized_env(group, case, wire)
+    buffer_suite.check_batch(env, BLOCKS)
+    buffer_suite.check_wire_tensors(env, BLOCKS)

@@ -65,10 +65,10 @@ def routing(
     [(name, False) for name in CASES] + [(name, True) for name in CASES if name != "low_latency"],
 )
 def test_plan_counts_the_bytes_that_leave_a_rank(
-    name: str, has_gradients: bool, sum_groups: int | None
+    name: str, has_gradients: bool, sum_groups: int | None, group: EPGroup
 ) -> None:
     case = CASES[name]
-    with EPGroup() as group, torch.set_grad_enabled(has_gradients):
+    with torch.set_grad_enabled(has_gradients):
         # Odd sizes: a row of 37 elements and 3 ids and weights has two gaps.
         spec = MoESpec(hidden_size=37, num_experts=6, top_k=3, dtype=torch.bfloat16)
         sources = [0 if case.is_replicated else rank for rank in range(NUM_RANKS)]
@@ -132,10 +132,10 @@ OWNED += [(name, torch.float64) for name in ("collective", "low_latency")]
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize(("name", "dtype"), OWNED)
 def test_regions_are_what_the_record_of_the_largest_call_owns(
-    name: str, dtype: torch.dtype
+    name: str, dtype: torch.dtype, group: EPGroup
 ) -> None:
     case = CASES[name]
-    with EPGroup() as group, torch.no_grad():
+    with torch.no_grad():
         # With one expert per rank and K = W, every token is sent to every rank, which is the
         # largest call.
         spec = MoESpec(hidden_size=37, num_experts=NUM_RANKS, top_k=NUM_RANKS, dtype=dtype)

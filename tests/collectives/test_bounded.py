@@ -343,17 +343,15 @@ def timeout_of(group: EPGroup) -> float:
 
 
 @pytest.mark.ranks(2)
-def test_group_waits_as_long_as_its_most_patient_layer() -> None:
-    with EPGroup() as group:
-        assert timeout_of(group) == DEFAULT_TIMEOUT_S
-        for own_s, group_s in ((20.0, 20.0), (30.0, 30.0), (10.0, 30.0)):
-            DeepEPNormalDispatcher(group, SPEC, EPConfig(timeout_s=own_s))
-            assert timeout_of(group) == group_s
+def test_group_waits_as_long_as_its_most_patient_layer(group: EPGroup) -> None:
+    assert timeout_of(group) == DEFAULT_TIMEOUT_S
+    for own_s, group_s in ((20.0, 20.0), (30.0, 30.0), (10.0, 30.0)):
+        DeepEPNormalDispatcher(group, SPEC, EPConfig(timeout_s=own_s))
+        assert timeout_of(group) == group_s
 
 
 @pytest.mark.ranks(2)
-def test_different_timeouts_of_ranks_are_an_error() -> None:
-    with EPGroup() as group:
-        config = EPConfig(timeout_s=20.0 + group.rank)
-        with pytest.raises(ConfigError, match=r"timeout_s: 20.0 on rank 0, 21.0 on rank 1"):
-            DeepEPNormalDispatcher(group, SPEC, config)
+def test_different_timeouts_of_ranks_are_an_error(group: EPGroup) -> None:
+    config = EPConfig(timeout_s=20.0 + group.rank)
+    with pytest.raises(ConfigError, match=r"timeout_s: 20.0 on rank 0, 21.0 on rank 1"):
+        DeepEPNormalDispatcher(group, SPEC, config)

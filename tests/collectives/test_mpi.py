@@ -60,25 +60,24 @@ PROGRAM_THAT_LOSES_RANK_2 = """
 
 @pytest.mark.mpi_ranks(2, NUM_RANKS)
 @pytest.mark.parametrize("size_bytes", [8 * 2**20 + 1], ids=["8 MiB"])
-def test_long_messages(size_bytes: int, num_ranks: int, ep_ranks: MPI.Comm) -> None:
+def test_long_messages(size_bytes: int, num_ranks: int, group: EPGroup) -> None:
     # Rank d receives 1 / (d + 1) of the rows, so ranks end at different times; twice in a row.
     def sent(src: int, dst: int) -> torch.Tensor:
         pattern = torch.arange(251, dtype=torch.uint8) ^ (16 * src + dst)
         return pattern.repeat(size_bytes // 251 + 1)[: size_bytes // (dst + 1)]
 
-    with EPGroup(ep_ranks) as group:
-        everyone = range(num_ranks)
-        mine = [sent(group.rank, dst) for dst in everyone]
-        expected = torch.cat([sent(src, group.rank) for src in everyone])
-        for _ in range(2):
-            received = group.collectives.all_to_all(
-                torch.cat(mine),
-                send_splits=[len(rows) for rows in mine],
-                recv_splits=[size_bytes // (group.rank + 1)] * num_ranks,
-            )
-            assert torch.equal(received, expected)
-        gathered = group.collectives.all_gather(sent(group.rank, 0))
-        assert torch.equal(gathered, torch.stack([sent(src, 0) for src in everyone]))
+    everyone = range(num_ranks)
+    mine = [sent(group.rank, dst) for dst in everyone]
+    expected = torch.cat([sent(src, group.rank) for src in everyone])
+    for _ in range(2):
+        received = group.collectives.all_to_all(
+            torch.cat(mine),
+            send_splits=[len(rows) for rows in mine],
+            recv_splits=[size_bytes // (group.rank + 1)] * num_ranks,
+        )
+        assert torch.equal(received, expected)
+    gathered = group.collectives.all_gather(sent(group.rank, 0))
+    assert torch.equal(gathered, torch.stack([sent(src, 0) for src in everyone]))
 
 
 @pytest.mark.slow
@@ -102,17 +101,16 @@ def test_more_than_2_gib_travel(ep_ranks: MPI.Comm) -> None:
 
 
 @pytest.mark.mpi_ranks(NUM_RANKS)
-def test_what_mpi_cannot_count_is_refused(ep_ranks: MPI.Comm) -> None:
-    with EPGroup(ep_ranks) as group:
-        with pytest.raises(ShapeError, match="2147483648 rows of 0 bytes, expected at most 21474"):
-            group.collectives.all_gather(torch.empty(2**31 // NUM_RANKS, 0))
-        with pytest.raises(ShapeError, match=r"send_splits \[1, 1, 1, 1\] sum to 4, expected"):
-            group.collectives.all_to_all(torch.empty(5), send_splits=[1] * NUM_RANKS)
-        with pytest.raises(ShapeError, match="3 splits for 4 ranks"):
-            group.collectives.all_to_all(torch.empty(4), recv_splits=[1] * 3)
-        with pytest.raises(ShapeError, match=r"tensor \[8, 4\] with strides \(1, 8\)"):
-            group.collectives.all_gather(torch.ones(4, 8).T)
-        assert_works(group)
+def test_what_mpi_cannot_count_is_refused(group: EPGroup) -> None:
+    with pytest.raises(ShapeError, match="2147483648 rows of 0 bytes, expected at most 21474"):
+        group.collectives.all_gather(torch.empty(2**31 // NUM_RANKS, 0))
+    with pytest.raises(ShapeError, match=r"send_splits \[1, 1, 1, 1\] sum to 4, expected"):
+        group.collectives.all_to_all(torch.empty(5), send_splits=[1] * NUM_RANKS)
+    with pytest.raises(ShapeError, match="3 splits for 4 ranks"):
+        group.collectives.all_to_all(torch.empty(4), recv_splits=[1] * 3)
+    with pytest.raises(ShapeError, match=r"tensor \[8, 4\] with strides \(1, 8\)"):
+        group.collectives.all_gather(torch.ones(4, 8).T)
+    assert_works(group)
 
 
 @pytest.mark.mpi_ranks(2)
@@ -160,8 +158,10 @@ def test_close_frees_what_the_group_made_and_nothing_else(ep_ranks: MPI.Comm) ->
 
 @pytest.mark.mpi_ranks(NUM_RANKS)
 @pytest.mark.parametrize("has_opened", [True, False], ids=["in_use", "never_opened"])
-def test_late_rank_is_named_and_a_new_group_works(has_opened: bool, ep_ranks: MPI.Comm) -> None:
-    with EPGroup(ep_ranks) as group, EPGroup(ep_ranks) as other:
+def test_late_rank_is_named_and_a_new_group_works(
+    has_opened: bool, ep_ranks: MPI.Comm, group: EPGroup
+) -> None:
+    with EPGroup(ep_ranks) as other:
         if has_opened:
             assert_works(group)
             assert_works(other)
@@ -187,17 +187,16 @@ def test_late_rank_is_named_and_a_new_group_works(has_opened: bool, ep_ranks: MP
 
 
 @pytest.mark.mpi_ranks(NUM_RANKS)
-def test_a_rank_that_is_late_but_not_too_late_is_waited_for(ep_ranks: MPI.Comm) -> None:
-    with EPGroup(ep_ranks) as group:
-        assert_works(group)
-        for late_rank in range(NUM_RANKS):
+def test_a_rank_that_is_late_but_not_too_late_is_waited_for(group: EPGroup) -> None:
+    assert_works(group)
+    for late_rank in range(NUM_RANKS):
+        sent_s = time.monotonic()
+        if group.rank == late_rank:
+            time.sleep(0.2)
             sent_s = time.monotonic()
-            if group.rank == late_rank:
-                time.sleep(0.2)
-                sent_s = time.monotonic()
-            gathered = group.collectives.all_gather(torch.tensor(sent_s, dtype=torch.float64))
-            assert time.monotonic() >= gathered[late_rank]
-            assert_works(group)
+        gathered = group.collectives.all_gather(torch.tensor(sent_s, dtype=torch.float64))
+        assert time.monotonic() >= gathered[late_rank]
+        assert_works(group)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,9 +9,6 @@ from torch import Tensor
 
 from epcomm import ConfigError, EPGroup, HandleError, ShapeError
 from epcomm.collectives.torch_dist import TorchDistCollectives
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 NUM_RANKS = 4
 DTYPES = [
@@ -64,47 +60,44 @@ TAILS = [(), (3,), (2, 5)]
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.mpi_ranks(NUM_RANKS)
-def test_all_to_all_moves_bits(ep_ranks: MPI.Comm | None) -> None:
-    with EPGroup(ep_ranks) as group:
-        rank, everyone = group.rank, range(NUM_RANKS)
-        for dtype, (name, splits) in product(DTYPES, SPLITS.items()):
-            for tail in TAILS:
-                rows = [
-                    [payload(10 * src + dst, (n, *tail), dtype, group.device) for dst, n in row]
-                    for src, row in enumerate(map(enumerate, splits))
-                ]
-                received = group.collectives.all_to_all(
-                    torch.cat(rows[rank]),
-                    send_splits=splits[rank],
-                    recv_splits=[splits[src][rank] for src in everyone],
-                )
-                expected = torch.cat([rows[src][rank] for src in everyone])
-                assert bits_equal(received, expected), (dtype, name, tail)
+def test_all_to_all_moves_bits(group: EPGroup) -> None:
+    rank, everyone = group.rank, range(NUM_RANKS)
+    for dtype, (name, splits) in product(DTYPES, SPLITS.items()):
+        for tail in TAILS:
+            rows = [
+                [payload(10 * src + dst, (n, *tail), dtype, group.device) for dst, n in row]
+                for src, row in enumerate(map(enumerate, splits))
+            ]
+            received = group.collectives.all_to_all(
+                torch.cat(rows[rank]),
+                send_splits=splits[rank],
+                recv_splits=[splits[src][rank] for src in everyone],
+            )
+            expected = torch.cat([rows[src][rank] for src in everyone])
+            assert bits_equal(received, expected), (dtype, name, tail)
 
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.mpi_ranks(NUM_RANKS)
-def test_all_to_all_splits_evenly_by_default(ep_ranks: MPI.Comm | None) -> None:
-    with EPGroup(ep_ranks) as group:
-        send = torch.arange(2 * NUM_RANKS, device=group.device) + 100 * group.rank
-        received = group.collectives.all_to_all(send)
-        assert received.tolist() == [
-            100 * src + 2 * group.rank + row for src in range(NUM_RANKS) for row in (0, 1)
-        ]
+def test_all_to_all_splits_evenly_by_default(group: EPGroup) -> None:
+    send = torch.arange(2 * NUM_RANKS, device=group.device) + 100 * group.rank
+    received = group.collectives.all_to_all(send)
+    assert received.tolist() == [
+        100 * src + 2 * group.rank + row for src in range(NUM_RANKS) for row in (0, 1)
+    ]
 
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.mpi_ranks(NUM_RANKS)
-def test_all_gather_keeps_bits_and_ranks(ep_ranks: MPI.Comm | None) -> None:
-    with EPGroup(ep_ranks) as group:
-        for dtype, shape in product(DTYPES, [(5,), (3, 4), (1,), (0, 4)]):
-            tensors = [payload(src, shape, dtype, group.device) for src in range(NUM_RANKS)]
-            gathered = group.collectives.all_gather(tensors[group.rank])
-            assert bits_equal(gathered, torch.stack(tensors)), (dtype, shape)
-        scalar = torch.tensor(group.rank, device=group.device)
-        assert group.collectives.all_gather(scalar).tolist() == [0, 1, 2, 3]
-        nothing = torch.empty(3, 0, device=group.device)
-        assert group.collectives.all_gather(nothing).shape == (NUM_RANKS, 3, 0)
+def test_all_gather_keeps_bits_and_ranks(group: EPGroup) -> None:
+    for dtype, shape in product(DTYPES, [(5,), (3, 4), (1,), (0, 4)]):
+        tensors = [payload(src, shape, dtype, group.device) for src in range(NUM_RANKS)]
+        gathered = group.collectives.all_gather(tensors[group.rank])
+        assert bits_equal(gathered, torch.stack(tensors)), (dtype, shape)
+    scalar = torch.tensor(group.rank, device=group.device)
+    assert group.collectives.all_gather(scalar).tolist() == [0, 1, 2, 3]
+    nothing = torch.empty(3, 0, device=group.device)
+    assert group.collectives.all_gather(nothing).shape == (NUM_RANKS, 3, 0)
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -153,23 +146,20 @@ def test_findings_may_differ_and_are_told_to_all_ranks() -> None:
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.mpi_ranks(NUM_RANKS)
-def test_disagreement_names_field_values_and_ranks_on_every_rank(
-    ep_ranks: MPI.Comm | None,
-) -> None:
-    with EPGroup(ep_ranks) as group:
-        record: dict[str, str | int] = {"top_k": 2, "hidden_size": 64}
-        if group.rank == 1:
-            record["hidden_size"] = 128
-        if group.rank == 3:
-            record["extra"] = "here"
-        with pytest.raises(ConfigError) as caught:
-            group.collectives.agree(record, what="open_buffer")
-        assert str(caught.value) == (
-            "open_buffer: ranks disagree on hidden_size: 64 on ranks 0, 2, 3, 128 on rank 1; on "
-            'extra: "<absent>" on ranks 0, 1, 2, "here" on rank 3 '
-            f"(this is {group.where}); make them equal on all ranks"
-        )
-        group.collectives.agree({"after": "the fault"}, what="the group is usable")
+def test_disagreement_names_field_values_and_ranks_on_every_rank(group: EPGroup) -> None:
+    record: dict[str, str | int] = {"top_k": 2, "hidden_size": 64}
+    if group.rank == 1:
+        record["hidden_size"] = 128
+    if group.rank == 3:
+        record["extra"] = "here"
+    with pytest.raises(ConfigError) as caught:
+        group.collectives.agree(record, what="open_buffer")
+    assert str(caught.value) == (
+        "open_buffer: ranks disagree on hidden_size: 64 on ranks 0, 2, 3, 128 on rank 1; on "
+        'extra: "<absent>" on ranks 0, 1, 2, "here" on rank 3 '
+        f"(this is {group.where}); make them equal on all ranks"
+    )
+    group.collectives.agree({"after": "the fault"}, what="the group is usable")
 
 
 @pytest.mark.ranks(NUM_RANKS)

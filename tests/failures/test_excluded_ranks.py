@@ -66,9 +66,8 @@ def test_a_dispatcher_goes_on_without_a_dead_rank(
 
 
 @pytest.mark.ranks(2)
-def test_a_backend_that_needs_all_ranks_says_so() -> None:
+def test_a_backend_that_needs_all_ranks_says_so(group: EPGroup) -> None:
     spec = MoESpec(hidden_size=16, num_experts=4, top_k=1, dtype=torch.float32)
-    with EPGroup() as group:
-        DeepEPNormalDispatcher(group, spec, EPConfig(backend="collective"))
-        with pytest.raises(BackendUnavailable, match="has buffers of collective, expected nvlink"):
-            group.exclude_ranks([1 - group.rank])
+    DeepEPNormalDispatcher(group, spec, EPConfig(backend="collective"))
+    with pytest.raises(BackendUnavailable, match="has buffers of collective, expected nvlink"):
+        group.exclude_ranks([1 - group.rank])

@@ -67,8 +67,10 @@ def holed(rank: int, num_tokens: int) -> tuple[torch.Tensor, TopKOutput]:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_every_rank_makes_as_many_calls(name: str, calls: list[dict[str, Any]]) -> None:
-    with EPGroup() as group, poisoned_memory():
+def test_every_rank_makes_as_many_calls(
+    name: str, calls: list[dict[str, Any]], group: EPGroup
+) -> None:
+    with poisoned_memory():
         reference, layer = (make_layer(group, each) for each in ("fuseep_reference", name))
         assert isinstance(layer.path, FuseEPPath)
         for sizes in NUM_TOKENS:
@@ -96,26 +98,27 @@ def test_every_rank_makes_as_many_calls(name: str, calls: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_bytes_are_those_of_the_plan(name: str, calls: list[dict[str, Any]]) -> None:
+def test_bytes_are_those_of_the_plan(
+    name: str, calls: list[dict[str, Any]], group: EPGroup
+) -> None:
     """All tokens of a full batch go to the other rank; a row budget does not change the bytes."""
     budget = None if name == "fused_deep_moe" else 50
-    with EPGroup() as group:
-        layer, (x, topk) = make_layer(group, name, max_recv_slots=budget), batch(group.rank, M)
-        first = (1 - group.rank) * (E // W)
-        ids = torch.arange(first, first + K).repeat(M, 1)
-        layer(x, replace(topk, topk_ids=ids))
-        found, phase = layer.path.traffic(), layer.plan.prefill
-        assert found == phase.wire_bytes(CallShape.most(M, K, W))
-        # By hand: dispatch sends codes, a scale, an id and a weight; combine sends bfloat16.
-        assert found.dispatch_bytes == M * K * (H + 4 + 8 + 4)
-        assert found.combine_bytes == M * K * 2 * H
-        most = phase.max_bytes_per_token()
-        assert (M * most["dispatch"], M * most["combine"]) == (
-            found.dispatch_bytes,
-            found.combine_bytes,
-        )
-        limits = [call["num_max_dispatch_tokens_per_rank"] for call in calls]
-        assert limits == [budget or MOST] * 3
-        # Tokens for the same rank cost no bytes.
-        layer(x, replace(topk, topk_ids=(ids + E // W) % E))
-        assert layer.path.traffic() == found
+    layer, (x, topk) = make_layer(group, name, max_recv_slots=budget), batch(group.rank, M)
+    first = (1 - group.rank) * (E // W)
+    ids = torch.arange(first, first + K).repeat(M, 1)
+    layer(x, replace(topk, topk_ids=ids))
+    found, phase = layer.path.traffic(), layer.plan.prefill
+    assert found == phase.wire_bytes(CallShape.most(M, K, W))
+    # By hand: dispatch sends codes, a scale, an id and a weight; combine sends bfloat16.
+    assert found.dispatch_bytes == M * K * (H + 4 + 8 + 4)
+    assert found.combine_bytes == M * K * 2 * H
+    most = phase.max_bytes_per_token()
+    assert (M * most["dispatch"], M * most["combine"]) == (
+        found.dispatch_bytes,
+        found.combine_bytes,
+    )
+    limits = [call["num_max_dispatch_tokens_per_rank"] for call in calls]
+    assert limits == [budget or MOST] * 3
+    # Tokens for the same rank cost no bytes.
+    layer(x, replace(topk, topk_ids=(ids + E // W) % E))
+    assert layer.path.traffic() == found

@@ -85,127 +85,122 @@ def expect(error: type[EPError], text: str, call: Callable[[], object]) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_a_bad_call_gives_nan_and_waits_for_check(operator: str) -> None:
-    with EPGroup() as group:
-        layer, (x, topk) = make_layer(group, operator), batch(group.rank)
-        good = layer(x, topk)
-        for fault in FAULTS:
-            bad_x, bad_topk = fault.change(x, topk) if group.rank == 1 else (x, topk)
-            y = layer(bad_x, bad_topk)
-            assert y.shape == bad_x.shape
-            assert y.dtype is torch.bfloat16
-            if group.rank == 1:
-                assert y.isnan().all()
-                expect(fault.error, fault.text, layer.check)
-            else:
-                # This rank does not learn of the fault, and both ranks computed its tokens.
-                assert torch.equal(y, good)
-            # check() raises a fault once.
-            layer.check()
-            assert torch.equal(layer(x, topk), good)
+def test_a_bad_call_gives_nan_and_waits_for_check(operator: str, group: EPGroup) -> None:
+    layer, (x, topk) = make_layer(group, operator), batch(group.rank)
+    good = layer(x, topk)
+    for fault in FAULTS:
+        bad_x, bad_topk = fault.change(x, topk) if group.rank == 1 else (x, topk)
+        y = layer(bad_x, bad_topk)
+        assert y.shape == bad_x.shape
+        assert y.dtype is torch.bfloat16
+        if group.rank == 1:
+            assert y.isnan().all()
+            expect(fault.error, fault.text, layer.check)
+        else:
+            # This rank does not learn of the fault, and both ranks computed its tokens.
+            assert torch.equal(y, good)
+        # check() raises a fault once.
+        layer.check()
+        assert torch.equal(layer(x, topk), good)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_with_check_calls_every_rank_raises_at_once(operator: str) -> None:
-    with EPGroup() as group:
-        layer, (x, topk) = make_layer(group, operator, check_calls=True), batch(group.rank)
-        good = layer(x, topk)
-        for fault in FAULTS:
-            bad_x, bad_topk = fault.change(x, topk) if group.rank == 1 else (x, topk)
-            text = fault.text if group.rank == 1 else fault.to_others
-            expect(fault.error, text, lambda x=bad_x, topk=bad_topk: layer(x, topk))
-            assert torch.equal(layer(x, topk), good)
-        assert layer.path.traffic().control_bytes > 0
+def test_with_check_calls_every_rank_raises_at_once(operator: str, group: EPGroup) -> None:
+    layer, (x, topk) = make_layer(group, operator, check_calls=True), batch(group.rank)
+    good = layer(x, topk)
+    for fault in FAULTS:
+        bad_x, bad_topk = fault.change(x, topk) if group.rank == 1 else (x, topk)
+        text = fault.text if group.rank == 1 else fault.to_others
+        expect(fault.error, text, lambda x=bad_x, topk=bad_topk: layer(x, topk))
+        assert torch.equal(layer(x, topk), good)
+    assert layer.path.traffic().control_bytes > 0
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checks", [False, True])
-def test_gradients_are_refused_on_the_rank_that_needs_them(checks: bool) -> None:
+def test_gradients_are_refused_on_the_rank_that_needs_them(checks: bool, group: EPGroup) -> None:
     """Gradients of x, weights and scales; with check_calls or a host sync, all ranks raise."""
-    with EPGroup() as group:
-        for operator in (*OPERATORS, "fuseep_reference"):
-            layer, (x, topk) = make_layer(group, operator, check_calls=checks), batch(group.rank)
-            good, all_raise = layer(x, topk), checks or operator == "fuseep_reference"
-            leaves = {
-                "x": x.clone(),
-                "weights": topk.topk_weights.clone(),
-                "scale": layer.get_parameter("down_scale"),
-            }
-            for leaf in leaves.values():
-                leaf.requires_grad_(group.rank == 1)
-                call = partial(layer, leaves["x"], replace(topk, topk_weights=leaves["weights"]))
-                with torch.no_grad():
-                    assert torch.equal(call(), good)
-                if group.rank == 1:
-                    text = f"{operator} has no gradients, but some are needed (rank 1 of 2)"
-                    expect(ConfigError, text, call)
-                    if not all_raise:
-                        # The fault is recorded on the device too, like the faults of all bad calls.
-                        expect(ConfigError, text, layer.check)
-                elif all_raise:
-                    text = "gradients or decode in a mode without them on rank 1"
-                    expect(ConfigError, text, call)
-                else:
-                    assert torch.equal(call(), good)
-                # There are no further faults.
-                layer.check()
-                leaf.requires_grad_(False)
+    for operator in (*OPERATORS, "fuseep_reference"):
+        layer, (x, topk) = make_layer(group, operator, check_calls=checks), batch(group.rank)
+        good, all_raise = layer(x, topk), checks or operator == "fuseep_reference"
+        leaves = {
+            "x": x.clone(),
+            "weights": topk.topk_weights.clone(),
+            "scale": layer.get_parameter("down_scale"),
+        }
+        for leaf in leaves.values():
+            leaf.requires_grad_(group.rank == 1)
+            call = partial(layer, leaves["x"], replace(topk, topk_weights=leaves["weights"]))
+            with torch.no_grad():
+                assert torch.equal(call(), good)
+            if group.rank == 1:
+                text = f"{operator} has no gradients, but some are needed (rank 1 of 2)"
+                expect(ConfigError, text, call)
+                if not all_raise:
+                    # The fault is recorded on the device too, like the faults of all bad calls.
+                    expect(ConfigError, text, layer.check)
+            elif all_raise:
+                text = "gradients or decode in a mode without them on rank 1"
+                expect(ConfigError, text, call)
+            else:
+                assert torch.equal(call(), good)
+            # There are no further faults.
+            layer.check()
+            leaf.requires_grad_(False)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_tokens_without_an_expert_cost_rows_and_give_zeros(operator: str) -> None:
-    with EPGroup() as group:
-        layer, (x, topk) = make_layer(group, operator), batch(group.rank)
-        assert isinstance(layer.path, FuseEPPath)
-        y = layer(x, topk)
-        ids = topk.topk_ids.clone()
-        ids[0], ids[1, 1] = -1, -1
-        holed = layer.path.run(x, replace(topk, topk_ids=ids), layer.weights)
-        layer.check()
-        assert torch.equal(holed.y[2:], y[2:])
-        assert not holed.y[0].any()
-        # The weight of a masked entry is not read.
-        weights = topk.topk_weights.masked_fill(ids < 0, float("nan"))
-        again = layer(x, TopKOutput(topk_ids=ids, topk_weights=weights))
-        assert torch.equal(again, holed.y)
-        # Substitutes are computed: 2 experts for each of 5 tokens of 2 ranks.
-        total = holed.num_tokens_per_expert.sum()
-        torch.distributed.all_reduce(total)
-        assert int(total) == 2 * 5 * K
-        # Without tokens each rank sends one dummy token.
-        nothing = TopKOutput(topk_ids=ids[:0], topk_weights=weights[:0])
-        out = layer.path.run(x[:0], nothing, layer.weights)
-        assert out.y.shape == x[:0].shape
-        total = out.num_tokens_per_expert.sum()
-        torch.distributed.all_reduce(total)
-        assert int(total) == 2 * K
-        # A rank without data takes part, and the other rank gets its y.
-        if group.rank == 1:
-            idle_step(layer)
-        else:
-            assert torch.equal(layer(x, topk), y)
+def test_tokens_without_an_expert_cost_rows_and_give_zeros(operator: str, group: EPGroup) -> None:
+    layer, (x, topk) = make_layer(group, operator), batch(group.rank)
+    assert isinstance(layer.path, FuseEPPath)
+    y = layer(x, topk)
+    ids = topk.topk_ids.clone()
+    ids[0], ids[1, 1] = -1, -1
+    holed = layer.path.run(x, replace(topk, topk_ids=ids), layer.weights)
+    layer.check()
+    assert torch.equal(holed.y[2:], y[2:])
+    assert not holed.y[0].any()
+    # The weight of a masked entry is not read.
+    weights = topk.topk_weights.masked_fill(ids < 0, float("nan"))
+    again = layer(x, TopKOutput(topk_ids=ids, topk_weights=weights))
+    assert torch.equal(again, holed.y)
+    # Substitutes are computed: 2 experts for each of 5 tokens of 2 ranks.
+    total = holed.num_tokens_per_expert.sum()
+    torch.distributed.all_reduce(total)
+    assert int(total) == 2 * 5 * K
+    # Without tokens each rank sends one dummy token.
+    nothing = TopKOutput(topk_ids=ids[:0], topk_weights=weights[:0])
+    out = layer.path.run(x[:0], nothing, layer.weights)
+    assert out.y.shape == x[:0].shape
+    total = out.num_tokens_per_expert.sum()
+    torch.distributed.all_reduce(total)
+    assert int(total) == 2 * K
+    # A rank without data takes part, and the other rank gets its y.
+    if group.rank == 1:
+        idle_step(layer)
+    else:
+        assert torch.equal(layer(x, topk), y)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", [*OPERATORS, "fuseep_reference"])
-def test_what_lies_in_padding_does_not_matter(operator: str) -> None:
+def test_what_lies_in_padding_does_not_matter(operator: str, group: EPGroup) -> None:
     """The y of a token without an expert is zero, whatever the result of its substitute."""
-    with EPGroup() as group:
-        layer, (x, topk) = make_layer(group, operator), batch(group.rank)
-        ids = topk.topk_ids.clone()
-        ids[:3] = -1
-        topk = replace(topk, topk_ids=ids)
-        good = layer(x, topk)
-        # The last value is finite, but its products overflow float16.
-        for row, value in enumerate((float("nan"), float("inf"), 3e38)):
-            x[row] = value
-        y = layer(x, topk)
-        layer.check()
-        assert not y[:3].any()
-        assert y[3:].any()
-        assert torch.equal(y, good)
+    layer, (x, topk) = make_layer(group, operator), batch(group.rank)
+    ids = topk.topk_ids.clone()
+    ids[:3] = -1
+    topk = replace(topk, topk_ids=ids)
+    good = layer(x, topk)
+    # The last value is finite, but its products overflow float16.
+    for row, value in enumerate((float("nan"), float("inf"), 3e38)):
+        x[row] = value
+    y = layer(x, topk)
+    layer.check()
+    assert not y[:3].any()
+    assert y[3:].any()
+    assert torch.equal(y, good)
 
 
 @pytest.mark.ranks(2)

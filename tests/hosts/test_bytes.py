@@ -37,37 +37,34 @@ def bytes_of(buffer: Buffer, batch: RankBatch, num_calls: int) -> int:
 
 @pytest.mark.host_ranks(4, 8)
 @pytest.mark.parametrize("buffer_name", ["CollectiveBuffer", "HierarchicalBuffer"])
-def test_kernel_counts_the_bytes_of_traffic_between_hosts(buffer_name: str) -> None:
-    with EPGroup() as group:
-        rank, world_size = group.rank, group.world_size
-        hosts = hosts_of(group)
-        spec = BatchSpec(
-            hidden_size=HIDDEN_SIZE,
-            num_local_experts=64 // world_size,
-            top_k=TOP_K,
-            tokens_of_rank=lambda rank, world_size: NUM_TOKENS[world_size],
-            choose_ids=random_ids,
-        )
-        env = buffer_suite.BufferEnv(
-            group=group, backend=buffer_name, mode=Mode.NORMAL, hosts=hosts
-        )
-        batches, buffer = env.batches(spec), env.open(spec)
-        bytes_of(buffer, batches[rank], 1)
-        of_call = buffer.traffic().bytes_between
-        once, twice = (bytes_of(buffer, batches[rank], n * NUM_CALLS) for n in (1, 2))
-        counted = torch.tensor([(twice - once) / NUM_CALLS], dtype=torch.float64)
-        of_host = _sum_over_host(torch.tensor([of_call]), hosts, rank)
-        assert of_host >= LEAST_BYTES
-        assert counted.item() == pytest.approx(of_host, rel=TOLERANCE)
-        print(f"rank {rank}: counted {counted.item():.0f}, traffic() {of_host:.0f}")
+def test_kernel_counts_the_bytes_of_traffic_between_hosts(buffer_name: str, group: EPGroup) -> None:
+    rank, world_size = group.rank, group.world_size
+    hosts = hosts_of(group)
+    spec = BatchSpec(
+        hidden_size=HIDDEN_SIZE,
+        num_local_experts=64 // world_size,
+        top_k=TOP_K,
+        tokens_of_rank=lambda rank, world_size: NUM_TOKENS[world_size],
+        choose_ids=random_ids,
+    )
+    env = buffer_suite.BufferEnv(group=group, backend=buffer_name, mode=Mode.NORMAL, hosts=hosts)
+    batches, buffer = env.batches(spec), env.open(spec)
+    bytes_of(buffer, batches[rank], 1)
+    of_call = buffer.traffic().bytes_between
+    once, twice = (bytes_of(buffer, batches[rank], n * NUM_CALLS) for n in (1, 2))
+    counted = torch.tensor([(twice - once) / NUM_CALLS], dtype=torch.float64)
+    of_host = _sum_over_host(torch.tensor([of_call]), hosts, rank)
+    assert of_host >= LEAST_BYTES
+    assert counted.item() == pytest.approx(of_host, rel=TOLERANCE)
+    print(f"rank {rank}: counted {counted.item():.0f}, traffic() {of_host:.0f}")
 
-        if buffer_name == "HierarchicalBuffer":
-            most = pairs_between(batches[rank].topk_ids, spec.num_local_experts, hosts, rank)
-            row_bytes = HIDDEN_SIZE * 4 + TOP_K * ENTRY_BYTES
-            # Combine returns one row for each received row.
-            of_all = torch.tensor([most, of_call])
-            dist.all_reduce(of_all)
-            assert of_all[1] <= 2 * of_all[0] * row_bytes
+    if buffer_name == "HierarchicalBuffer":
+        most = pairs_between(batches[rank].topk_ids, spec.num_local_experts, hosts, rank)
+        row_bytes = HIDDEN_SIZE * 4 + TOP_K * ENTRY_BYTES
+        # Combine returns one row for each received row.
+        of_all = torch.tensor([most, of_call])
+        dist.all_reduce(of_all)
+        assert of_all[1] <= 2 * of_all[0] * row_bytes
 
 
 def _sent_of_host() -> int:

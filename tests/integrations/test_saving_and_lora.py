@@ -69,8 +69,8 @@ def assert_whole(folder: str, source: PreTrainedModel) -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_save_pretrained_writes_the_experts_of_all_ranks() -> None:
-    with EPGroup() as group, tempfile.TemporaryDirectory() as folder:
+def test_save_pretrained_writes_the_experts_of_all_ranks(group: EPGroup) -> None:
+    with tempfile.TemporaryDirectory() as folder:
         spread(qwen3_moe(), group).save_pretrained(folder)
         # In transformers the first rank writes.
         if group.rank == 0:
@@ -78,8 +78,8 @@ def test_save_pretrained_writes_the_experts_of_all_ranks() -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_save_pretrained_of_experts_in_one_tensor_wants_a_gathered_state() -> None:
-    with EPGroup() as group, tempfile.TemporaryDirectory() as folder:
+def test_save_pretrained_of_experts_in_one_tensor_wants_a_gathered_state(group: EPGroup) -> None:
+    with tempfile.TemporaryDirectory() as folder:
         model = spread(gpt_oss(), group)
         if group.rank == 0:
             with pytest.raises(ShapeError, match=r"write whole tensors, .* state_dict=gather_s"):

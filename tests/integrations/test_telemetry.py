@@ -30,22 +30,21 @@ def tokens(group: EPGroup, num_tokens: int = 4) -> Tensor:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_profiler_shows_every_phase_once() -> None:
-    with EPGroup() as group:
-        moe = make_moe(group)
-        with torch.profiler.profile() as profiler:
-            moe(tokens(group)).sum().backward()
-        counts = {event.key: event.count for event in profiler.key_averages()}
-        ranges = {name: count for name, count in counts.items() if name.startswith("epcomm::")}
-        phases = (
-            "route",
-            "dispatch",
-            "experts",
-            "combine",
-            "combine_backward",
-            "dispatch_backward",
-        )
-        assert ranges == {f"epcomm::{phase}": 1 for phase in phases}
+def test_profiler_shows_every_phase_once(group: EPGroup) -> None:
+    moe = make_moe(group)
+    with torch.profiler.profile() as profiler:
+        moe(tokens(group)).sum().backward()
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    ranges = {name: count for name, count in counts.items() if name.startswith("epcomm::")}
+    phases = (
+        "route",
+        "dispatch",
+        "experts",
+        "combine",
+        "combine_backward",
+        "dispatch_backward",
+    )
+    assert ranges == {f"epcomm::{phase}": 1 for phase in phases}
 
 
 def test_range_is_of_nvtx_where_only_that_may_listen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,49 +107,48 @@ class _Model(nn.Module):
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_prometheus_reads_what_stats_say() -> None:
-    with EPGroup() as group:
-        model = _Model(group)
-        model.layers[1](tokens(group))
-        text = as_prometheus_text(metrics(model))
-        families = {family.name: family for family in text_string_to_metric_families(text)}
-        assert all(family.documentation for family in families.values())
-        assert Counter(family.type for family in families.values()) == {"counter": 5, "gauge": 2}
-        shared = {"group": "0", "rank": str(group.rank)}
-        for number, layer in enumerate(model.layers):
-            assert isinstance(layer, ExpertParallelMoE)
-            stats = layer.stats()
-            of_layer = {**shared, "layer": f"layers.{number}.experts"}
-            read = {
-                family.name: [
-                    sample.value
-                    for sample in family.samples
-                    if of_layer.items() <= sample.labels.items()
-                ]
-                for family in families.values()
-            }
-            assert read == {
-                "epcomm_calls": [number],
-                "epcomm_tokens": [stats.num_tokens],
-                "epcomm_rows": [stats.num_rows],
-                "epcomm_expert_tokens": list(stats.num_tokens_per_expert),
-                "epcomm_expert_imbalance": [stats.imbalance],
-                "epcomm_max_slots": [stats.max_slots],
-                "epcomm_sent_bytes": [],
-            }
-        # One buffer serves both layers, so its bytes are counted once.
-        sent = {
-            sample.labels["direction"]: sample.value
-            for sample in families["epcomm_sent_bytes"].samples
-            if sample.labels.items() >= {**shared, "backend": "collective"}.items()
+def test_prometheus_reads_what_stats_say(group: EPGroup) -> None:
+    model = _Model(group)
+    model.layers[1](tokens(group))
+    text = as_prometheus_text(metrics(model))
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert all(family.documentation for family in families.values())
+    assert Counter(family.type for family in families.values()) == {"counter": 5, "gauge": 2}
+    shared = {"group": "0", "rank": str(group.rank)}
+    for number, layer in enumerate(model.layers):
+        assert isinstance(layer, ExpertParallelMoE)
+        stats = layer.stats()
+        of_layer = {**shared, "layer": f"layers.{number}.experts"}
+        read = {
+            family.name: [
+                sample.value
+                for sample in family.samples
+                if of_layer.items() <= sample.labels.items()
+            ]
+            for family in families.values()
         }
-        traffic = model.layers[1].stats().traffic  # type: ignore[operator]
-        assert len(families["epcomm_sent_bytes"].samples) == 3
-        assert sent == {
-            "dispatch": traffic.dispatch_bytes,
-            "combine": traffic.combine_bytes,
-            "control": traffic.control_bytes,
+        assert read == {
+            "epcomm_calls": [number],
+            "epcomm_tokens": [stats.num_tokens],
+            "epcomm_rows": [stats.num_rows],
+            "epcomm_expert_tokens": list(stats.num_tokens_per_expert),
+            "epcomm_expert_imbalance": [stats.imbalance],
+            "epcomm_max_slots": [stats.max_slots],
+            "epcomm_sent_bytes": [],
         }
+    # One buffer serves both layers, so its bytes are counted once.
+    sent = {
+        sample.labels["direction"]: sample.value
+        for sample in families["epcomm_sent_bytes"].samples
+        if sample.labels.items() >= {**shared, "backend": "collective"}.items()
+    }
+    traffic = model.layers[1].stats().traffic  # type: ignore[operator]
+    assert len(families["epcomm_sent_bytes"].samples) == 3
+    assert sent == {
+        "dispatch": traffic.dispatch_bytes,
+        "combine": traffic.combine_bytes,
+        "control": traffic.control_bytes,
+    }
 
 
 def test_prometheus_reads_labels_with_quotes() -> None:

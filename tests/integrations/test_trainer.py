@@ -134,9 +134,9 @@ def losses_of(trainer: Trainer) -> list[float]:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_trainer_trains_saves_and_resumes_like_one_process() -> None:
+def test_trainer_trains_saves_and_resumes_like_one_process(group: EPGroup) -> None:
     expected = losses_in_one_process()
-    with EPGroup() as group, shared_folder() as folder:
+    with shared_folder() as folder:
         trainer = trainer_of(spread_model(group), folder)
         prepare_trainer(trainer)
         trainer.train()
@@ -154,10 +154,10 @@ def test_trainer_trains_saves_and_resumes_like_one_process() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(NUM_RANKS)
-def test_trainer_trains_copies_of_experts_that_move_like_one_process() -> None:
+def test_trainer_trains_copies_of_experts_that_move_like_one_process(group: EPGroup) -> None:
     expected = losses_in_one_process()
     placed = EPConfig(redundant_experts=4, record_load=True)
-    with EPGroup() as group, shared_folder() as folder:
+    with shared_folder() as folder:
         model = spread_model(group, placed)
         trainer = trainer_of(model, folder)
         prepare_trainer(trainer)

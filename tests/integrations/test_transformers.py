@@ -142,9 +142,9 @@ def check_state(moe: nn.Module, block: nn.Module, group: EPGroup) -> None:
 # Shared experts and routed scaling, a pair of outputs, and a latent space around the experts.
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "nemotron_h"])
-def test_low_latency_output_equals_that_of_one_process(kind: str) -> None:
+def test_low_latency_output_equals_that_of_one_process(kind: str, group: EPGroup) -> None:
     make = BLOCKS[kind]
-    with EPGroup() as group, torch.no_grad():
+    with torch.no_grad():
         block = make().to(group.device)
         config = EPConfig(mode="low_latency", max_tokens_per_rank=max(NUM_TOKENS))
         moe = ExpertParallelMoE.from_transformers(make().to(group.device), group, config)
@@ -186,8 +186,8 @@ def make_model(name: str) -> nn.Module:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", MODELS)
-def test_model_goes_on_working_and_recording_router_logits(name: str) -> None:
-    with EPGroup() as group, torch.no_grad():
+def test_model_goes_on_working_and_recording_router_logits(name: str, group: EPGroup) -> None:
+    with torch.no_grad():
         model, spread = (make_model(name).to(group.device) for _ in range(2))
         for layer in spread.get_submodule("model.layers").children():
             block = layer.get_submodule("mlp")
@@ -295,25 +295,23 @@ REFUSALS: list[tuple[str, Mapping[str, object] | Change, str]] = [
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("kind", "change", "message"), REFUSALS)
 def test_block_that_computes_something_else_is_refused(
-    kind: str, change: Mapping[str, object] | Change, message: str
+    kind: str, change: Mapping[str, object] | Change, message: str, group: EPGroup
 ) -> None:
-    with EPGroup() as group:
-        if callable(change):
-            block = BLOCKS[kind]()
-            change(block)
-        else:
-            block = BLOCKS[kind](**change)
-        with pytest.raises(ConfigError, match=message):
-            ExpertParallelMoE.from_transformers(block, group)
+    if callable(change):
+        block = BLOCKS[kind]()
+        change(block)
+    else:
+        block = BLOCKS[kind](**change)
+    with pytest.raises(ConfigError, match=message):
+        ExpertParallelMoE.from_transformers(block, group)
 
 
 @pytest.mark.ranks(2)
-def test_refusal_of_one_rank_reaches_the_others() -> None:
-    with EPGroup() as group:
-        block = BLOCKS["mixtral"](router_jitter_noise=0.1 if group.rank else 0.0)
-        with pytest.raises(ConfigError, match="router jitter of Mixtral"):
-            ExpertParallelMoE.from_transformers(block, group)
-        ExpertParallelMoE.from_transformers(BLOCKS["mixtral"](), group)
+def test_refusal_of_one_rank_reaches_the_others(group: EPGroup) -> None:
+    block = BLOCKS["mixtral"](router_jitter_noise=0.1 if group.rank else 0.0)
+    with pytest.raises(ConfigError, match="router jitter of Mixtral"):
+        ExpertParallelMoE.from_transformers(block, group)
+    ExpertParallelMoE.from_transformers(BLOCKS["mixtral"](), group)
 
 
 class CubedRouter(nn.Module):
@@ -331,13 +329,13 @@ class CubedRouter(nn.Module):
 
 
 @pytest.mark.ranks(2)
-def test_router_that_no_preset_describes_goes_on_choosing() -> None:
+def test_router_that_no_preset_describes_goes_on_choosing(group: EPGroup) -> None:
     def make() -> nn.Module:
         block = BLOCKS["qwen3_moe"]()
         block.add_module("gate", CubedRouter(block.get_submodule("gate")))
         return block.to(group.device)
 
-    with EPGroup() as group, torch.no_grad():
+    with torch.no_grad():
         moe = ExpertParallelMoE.from_transformers(make(), group)
         assert moe.routing.custom_function is chosen_by_router
         assert "routing by the block's own router" in moe.explain()
@@ -366,26 +364,25 @@ def test_reading_changes_neither_the_block_nor_the_state_of_random_numbers() -> 
 
 
 @pytest.mark.ranks(2)
-def test_block_built_on_meta_is_filled_tensor_by_tensor_and_trains() -> None:
+def test_block_built_on_meta_is_filled_tensor_by_tensor_and_trains(group: EPGroup) -> None:
     whole = BLOCKS["deepseek_v3"]()
-    with EPGroup() as group:
-        with torch.device("meta"):
-            block = BLOCKS["deepseek_v3"]()
-        moe = ExpertParallelMoE.from_transformers(block, group)
-        assert all(tensor.is_meta for tensor in moe.state_dict().values())
-        experts = moe.experts.weights.tensors().values()
-        assert {each.shape[0] for each in experts} == {NUM_EXPERTS // group.world_size}
-        assert moe.routing == read_block(BLOCKS["deepseek_v3"]()).routing
-        moe.to_empty(device=group.device)
-        with torch.no_grad():
-            for tensor in [*moe.parameters(), *moe.buffers()]:
-                tensor.fill_(torch.nan)
-        for name, tensor in whole.state_dict().items():
-            load_full_state_dict(moe, {name: tensor}, strict=False)
-        inputs = [tokens(rank, group.device) for rank in range(group.world_size)]
-        expected = run_one_process(whole.to(group.device), inputs)
-        actual = run(moe, inputs[group.rank])
-        check_outputs(actual, expected[group.rank])
-        backward(*(output for outputs in expected for output in outputs))
-        backward(*actual)
-        check(parameter_gradients(moe, whole, group))
+    with torch.device("meta"):
+        block = BLOCKS["deepseek_v3"]()
+    moe = ExpertParallelMoE.from_transformers(block, group)
+    assert all(tensor.is_meta for tensor in moe.state_dict().values())
+    experts = moe.experts.weights.tensors().values()
+    assert {each.shape[0] for each in experts} == {NUM_EXPERTS // group.world_size}
+    assert moe.routing == read_block(BLOCKS["deepseek_v3"]()).routing
+    moe.to_empty(device=group.device)
+    with torch.no_grad():
+        for tensor in [*moe.parameters(), *moe.buffers()]:
+            tensor.fill_(torch.nan)
+    for name, tensor in whole.state_dict().items():
+        load_full_state_dict(moe, {name: tensor}, strict=False)
+    inputs = [tokens(rank, group.device) for rank in range(group.world_size)]
+    expected = run_one_process(whole.to(group.device), inputs)
+    actual = run(moe, inputs[group.rank])
+    check_outputs(actual, expected[group.rank])
+    backward(*(output for outputs in expected for output in outputs))
+    backward(*actual)
+    check(parameter_gradients(moe, whole, group))

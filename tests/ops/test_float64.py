@@ -54,53 +54,49 @@ CHECK_TOLERANCE = 4 * 10 * torch.finfo(FP64).eps / 1e-6
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("scenario", ["aligned_holes", "traffic"])
-def test_buffer_keeps_its_contract(scenario: str, case: str) -> None:
+def test_buffer_keeps_its_contract(scenario: str, case: str, group: EPGroup) -> None:
     backend, mode = CASES[case]
-    with EPGroup() as group:
-        env = buffer_suite.BufferEnv(group=group, backend=backend, mode=mode, dtype=FP64)
-        buffer_suite.run_scenario(scenario, env)
+    env = buffer_suite.BufferEnv(group=group, backend=backend, mode=mode, dtype=FP64)
+    buffer_suite.run_scenario(scenario, env)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_layer_trains_like_the_oracle(name: str) -> None:
+def test_layer_trains_like_the_oracle(name: str, group: EPGroup) -> None:
     """Compare to the digits of float64: a sum in float32 is off by 2**29 times as much."""
-    with EPGroup() as group:
-        env = layer_suite.pipeline_env(group, CONFIGS[name], dtype=FP64)
-        layer_suite.run_scenario("clamped_swiglu", env)
+    env = layer_suite.pipeline_env(group, CONFIGS[name], dtype=FP64)
+    layer_suite.run_scenario("clamped_swiglu", env)
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("weigher", WeightsAppliedBy)
-def test_gradcheck_of_one_rank(weigher: WeightsAppliedBy) -> None:
+def test_gradcheck_of_one_rank(weigher: WeightsAppliedBy, group: EPGroup) -> None:
     """Rows, router weights, matrices and biases of the experts, by torch's own check."""
     config = CONFIGS["collective"]
-    with EPGroup() as group:
-        weights = make_weights(TINY, 1, intermediate_size=2, has_bias=True)
-        batch = make_batch(TINY, 0, 1)
-        spec = MoESpec(hidden_size=3, num_experts=2, top_k=2, dtype=FP64)
-        chosen = replace(plan(config, spec, group).prefill, weights_applied_by=weigher)
-        dispatcher = DeepEPNormalDispatcher(group, spec, config, chosen=chosen)
-        runner, roles = ReferenceRunner(), weights.tensors()
+    weights = make_weights(TINY, 1, intermediate_size=2, has_bias=True)
+    batch = make_batch(TINY, 0, 1)
+    spec = MoESpec(hidden_size=3, num_experts=2, top_k=2, dtype=FP64)
+    chosen = replace(plan(config, spec, group).prefill, weights_applied_by=weigher)
+    dispatcher = DeepEPNormalDispatcher(group, spec, config, chosen=chosen)
+    runner, roles = ReferenceRunner(), weights.tensors()
 
-        def run(x: Tensor, router_weights: Tensor, *tensors: Tensor) -> Tensor:
-            topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=router_weights)
-            out = dispatcher.dispatch(x, topk, experts_need_grad=True)
-            experts = weights.with_tensors(dict(zip(roles, tensors, strict=True)))
-            return dispatcher.combine(runner.run(out, experts))
+    def run(x: Tensor, router_weights: Tensor, *tensors: Tensor) -> Tensor:
+        topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=router_weights)
+        out = dispatcher.dispatch(x, topk, experts_need_grad=True)
+        experts = weights.with_tensors(dict(zip(roles, tensors, strict=True)))
+        return dispatcher.combine(runner.run(out, experts))
 
-        inputs = (batch.x.requires_grad_(), batch.topk_weights.requires_grad_(), *roles.values())
-        assert torch.autograd.gradcheck(run, inputs, atol=CHECK_TOLERANCE, rtol=0.0)
+    inputs = (batch.x.requires_grad_(), batch.topk_weights.requires_grad_(), *roles.values())
+    assert torch.autograd.gradcheck(run, inputs, atol=CHECK_TOLERANCE, rtol=0.0)
 
 
 @pytest.mark.ranks(1)
-def test_gradcheck_of_a_whole_block() -> None:
+def test_gradcheck_of_a_whole_block(group: EPGroup) -> None:
     """The router's logits, the routing and the experts are computed in float64."""
-    with EPGroup() as group:
-        block = ExpertParallelMoE.from_transformers(qwen3_moe().double(), group, EPConfig())
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(1, 2, HIDDEN, generator=generator, dtype=FP64).requires_grad_()
-        assert torch.autograd.gradcheck(block, (x,), fast_mode=True)
+    block = ExpertParallelMoE.from_transformers(qwen3_moe().double(), group, EPConfig())
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, HIDDEN, generator=generator, dtype=FP64).requires_grad_()
+    assert torch.autograd.gradcheck(block, (x,), fast_mode=True)
 
 
 SPEC = MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=FP64)

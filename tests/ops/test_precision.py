@@ -169,68 +169,63 @@ def check_layer(
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", CASES)
-def test_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table(name: str, monkeypatch: pytest.MonkeyPatch, group: EPGroup) -> None:
     case = CASES[name]
     spec = replace(SPEC, dtype=case.experts)
-    with EPGroup() as group:
-        weights = make_weights(spec, NUM_RANKS, device=group.device)
-        # Tokens with all digits of the wider dtype, then in the caller's dtype.
-        wide = replace(SPEC, dtype=FP64 if case.rows is FP64 else FP32)
-        batches = [
-            rounded(make_batch(wide, rank, NUM_RANKS).to(group.device), case.rows)
-            for rank in range(NUM_RANKS)
-        ]
-        layer = ExpertParallelExperts(weights, group, case.config, top_k=TOP_K)
-        if case.cast is not None:
-            layer.to(case.cast)
-        spy = Spy(monkeypatch)
-        allowed = tolerance(case.experts, case.rows, case.held, case.travels, case.computes)
-        check_layer(
-            layer, batches[group.rank], run_oracle(batches, weights), allowed, case.autocast
-        )
-        assert spy.computed == {case.computes}
-        spy.watch(layer.runner, monkeypatch)
-        with torch.no_grad():
-            layer(batches[group.rank].x, batches[group.rank].topk)
-            spy.computed.clear()
-            layer.idle(torch.zeros((), device=group.device))
-        assert spy.travelled == {case.travels}
-        # A rank without data computes the rows of others in the dtype of its experts.
-        assert spy.computed == {case.held}
-        assert f"combine {WireDtype.from_torch(case.travels)}" in layer.explain()
+    weights = make_weights(spec, NUM_RANKS, device=group.device)
+    # Tokens with all digits of the wider dtype, then in the caller's dtype.
+    wide = replace(SPEC, dtype=FP64 if case.rows is FP64 else FP32)
+    batches = [
+        rounded(make_batch(wide, rank, NUM_RANKS).to(group.device), case.rows)
+        for rank in range(NUM_RANKS)
+    ]
+    layer = ExpertParallelExperts(weights, group, case.config, top_k=TOP_K)
+    if case.cast is not None:
+        layer.to(case.cast)
+    spy = Spy(monkeypatch)
+    allowed = tolerance(case.experts, case.rows, case.held, case.travels, case.computes)
+    check_layer(layer, batches[group.rank], run_oracle(batches, weights), allowed, case.autocast)
+    assert spy.computed == {case.computes}
+    spy.watch(layer.runner, monkeypatch)
+    with torch.no_grad():
+        layer(batches[group.rank].x, batches[group.rank].topk)
+        spy.computed.clear()
+        layer.idle(torch.zeros((), device=group.device))
+    assert spy.travelled == {case.travels}
+    # A rank without data computes the rows of others in the dtype of its experts.
+    assert spy.computed == {case.held}
+    assert f"combine {WireDtype.from_torch(case.travels)}" in layer.explain()
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_each_rank_may_give_rows_of_its_own_dtype() -> None:
+def test_each_rank_may_give_rows_of_its_own_dtype(group: EPGroup) -> None:
     """Check that the dtype on the wire does not depend on the dtypes that ranks pass."""
-    with EPGroup() as group:
-        weights = make_weights(SPEC, NUM_RANKS, device=group.device)
-        layer = ExpertParallelExperts(weights, group, NORMAL, top_k=TOP_K)
-        batches = [
-            rounded(make_batch(SPEC, rank, NUM_RANKS).to(group.device), (FP32, BF16)[rank])
-            for rank in range(NUM_RANKS)
-        ]
-        check_layer(layer, batches[group.rank], run_oracle(batches, weights), tolerance(BF16), None)
+    weights = make_weights(SPEC, NUM_RANKS, device=group.device)
+    layer = ExpertParallelExperts(weights, group, NORMAL, top_k=TOP_K)
+    batches = [
+        rounded(make_batch(SPEC, rank, NUM_RANKS).to(group.device), (FP32, BF16)[rank])
+        for rank in range(NUM_RANKS)
+    ]
+    check_layer(layer, batches[group.rank], run_oracle(batches, weights), tolerance(BF16), None)
 
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_float32_experts_of_odd_sizes_compute_narrow_rows_in_float32(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
     """Torch's grouped matmul needs rows in steps of 16 bytes; 12 bfloat16 numbers are 24."""
     spec = replace(SPEC, hidden_size=12)
-    with EPGroup() as group:
-        weights = make_weights(spec, NUM_RANKS, intermediate_size=20, device=group.device)
-        layer = ExpertParallelExperts(weights, group, NORMAL, top_k=TOP_K)
-        assert layer.plan.runner == "grouped_mm"
-        batches = [
-            rounded(make_batch(spec, rank, NUM_RANKS).to(group.device), BF16)
-            for rank in range(NUM_RANKS)
-        ]
-        spy = Spy(monkeypatch)
-        expected = run_oracle(batches, weights)
-        check_layer(layer, batches[group.rank], expected, tolerance(BF16), None)
-        assert spy.computed == {FP32}
+    weights = make_weights(spec, NUM_RANKS, intermediate_size=20, device=group.device)
+    layer = ExpertParallelExperts(weights, group, NORMAL, top_k=TOP_K)
+    assert layer.plan.runner == "grouped_mm"
+    batches = [
+        rounded(make_batch(spec, rank, NUM_RANKS).to(group.device), BF16)
+        for rank in range(NUM_RANKS)
+    ]
+    spy = Spy(monkeypatch)
+    expected = run_oracle(batches, weights)
+    check_layer(layer, batches[group.rank], expected, tolerance(BF16), None)
+    assert spy.computed == {FP32}
 
 
 class Tower(nn.Module):
@@ -272,62 +267,60 @@ WRAPPERS = {"one unit": whole_model, "each layer": each_layer, "autocast": None}
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_float32_experts_train_beside_layers_in_bfloat16(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
     """Check y and expert gradients under FSDP2's param_dtype, and autocast after a linear layer."""
-    with EPGroup() as group:
-        weights = make_weights(SPEC, NUM_RANKS, device=group.device)
-        batch = make_batch(SPEC, group.rank, NUM_RANKS).to(group.device)
+    weights = make_weights(SPEC, NUM_RANKS, device=group.device)
+    batch = make_batch(SPEC, group.rank, NUM_RANKS).to(group.device)
 
-        def make() -> Tower:
-            layer = ExpertParallelExperts(weights, group, NORMAL, top_k=TOP_K)
-            return Tower(layer, group.device)
+    def make() -> Tower:
+        layer = ExpertParallelExperts(weights, group, NORMAL, top_k=TOP_K)
+        return Tower(layer, group.device)
 
-        plain, model = make(), make()
-        expected = plain(batch.x, batch.topk_ids)
-        (expected * batch.dy).sum().backward()
-        wrap = WRAPPERS[name]
-        if wrap is not None:
-            wrap(model, MixedPrecisionPolicy(param_dtype=BF16))
-        spy = Spy(monkeypatch)
-        device_type = group.device.type
-        with torch.autocast(device_type, dtype=BF16, enabled=wrap is None):
-            y = model(batch.x, batch.topk_ids)
-        (y.float() * batch.dy).sum().backward()
-        assert spy.computed == {BF16}
-        # Linear layers before and after round as often as the experts do.
-        allowed = 2 * tolerance(BF16)
-        assert relative_error(y, expected) <= allowed
-        mine, theirs = model.experts.expert_parameters(), plain.experts.expert_parameters()
-        for field, tensor in mine.items():
-            assert tensor.grad.dtype is FP32
-            wanted = theirs[field].grad
-            assert relative_error(tensor.grad, wanted) <= allowed, field
+    plain, model = make(), make()
+    expected = plain(batch.x, batch.topk_ids)
+    (expected * batch.dy).sum().backward()
+    wrap = WRAPPERS[name]
+    if wrap is not None:
+        wrap(model, MixedPrecisionPolicy(param_dtype=BF16))
+    spy = Spy(monkeypatch)
+    device_type = group.device.type
+    with torch.autocast(device_type, dtype=BF16, enabled=wrap is None):
+        y = model(batch.x, batch.topk_ids)
+    (y.float() * batch.dy).sum().backward()
+    assert spy.computed == {BF16}
+    # Linear layers before and after round as often as the experts do.
+    allowed = 2 * tolerance(BF16)
+    assert relative_error(y, expected) <= allowed
+    mine, theirs = model.experts.expert_parameters(), plain.experts.expert_parameters()
+    for field, tensor in mine.items():
+        assert tensor.grad.dtype is FP32
+        wanted = theirs[field].grad
+        assert relative_error(tensor.grad, wanted) <= allowed, field
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_dispatcher_casts_rows_weights_and_results() -> None:
+def test_dispatcher_casts_rows_weights_and_results(group: EPGroup) -> None:
     """Pass a dispatcher rows, router weights and results of other dtypes, without a layer."""
     spec = MoESpec(hidden_size=SPEC.hidden_size, num_experts=4, top_k=TOP_K, dtype=FP32)
-    with EPGroup() as group:
-        dispatcher = DeepEPNormalDispatcher(group, spec)
-        batch = make_batch(SPEC, group.rank, NUM_RANKS).to(group.device)
-        x = batch.x.half().requires_grad_()
-        router_weights = batch.topk_weights.double().requires_grad_()
-        topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=router_weights)
-        out = dispatcher.dispatch(x, topk)
-        assert out.hidden_states.data.dtype is FP32
-        assert out.slot_weights.dtype is FP32
-        slots = pack(out.hidden_states.data, out.index) * out.slot_weights.unsqueeze(1)
-        y = dispatcher.combine(out.combine_input(slots.bfloat16()))
-        assert y.dtype is FP16
-        y.backward(batch.dy.half())
-        assert (x.grad.dtype, router_weights.grad.dtype) == (FP16, FP64)
-        total = batch.topk_weights.sum(dim=1, keepdim=True)
-        dots = (batch.dy * batch.x).sum(dim=1, keepdim=True).expand(-1, TOP_K)
-        assert relative_error(y, batch.x * total) <= tolerance(BF16)
-        assert relative_error(x.grad, batch.dy * total) <= tolerance(BF16)
-        assert relative_error(router_weights.grad, dots) <= tolerance(BF16)
+    dispatcher = DeepEPNormalDispatcher(group, spec)
+    batch = make_batch(SPEC, group.rank, NUM_RANKS).to(group.device)
+    x = batch.x.half().requires_grad_()
+    router_weights = batch.topk_weights.double().requires_grad_()
+    topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=router_weights)
+    out = dispatcher.dispatch(x, topk)
+    assert out.hidden_states.data.dtype is FP32
+    assert out.slot_weights.dtype is FP32
+    slots = pack(out.hidden_states.data, out.index) * out.slot_weights.unsqueeze(1)
+    y = dispatcher.combine(out.combine_input(slots.bfloat16()))
+    assert y.dtype is FP16
+    y.backward(batch.dy.half())
+    assert (x.grad.dtype, router_weights.grad.dtype) == (FP16, FP64)
+    total = batch.topk_weights.sum(dim=1, keepdim=True)
+    dots = (batch.dy * batch.x).sum(dim=1, keepdim=True).expand(-1, TOP_K)
+    assert relative_error(y, batch.x * total) <= tolerance(BF16)
+    assert relative_error(x.grad, batch.dy * total) <= tolerance(BF16)
+    assert relative_error(router_weights.grad, dots) <= tolerance(BF16)
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -355,11 +348,11 @@ EIGHT_BITS = {
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", EIGHT_BITS)
-def test_codes_and_scales_are_not_cast(name: str) -> None:
+def test_codes_and_scales_are_not_cast(name: str, group: EPGroup) -> None:
     """A cast of the whole model is refused before it rounds anything; a move is not."""
     kind, dtype, text, config = EIGHT_BITS[name]
     spec = replace(SPEC, dtype=BF16)
-    with EPGroup() as group, torch.no_grad():
+    with torch.no_grad():
         plain = make_weights(spec, NUM_RANKS, device=group.device)
         weights = kind.from_unquantized(plain)
         layer = ExpertParallelExperts(weights, group, config, top_k=TOP_K)

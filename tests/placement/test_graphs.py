@@ -37,8 +37,8 @@ def needs_gpus(test: Callable[..., None]) -> Callable[..., None] | None:
 
 @needs_gpus
 @pytest.mark.ranks(2, 4)
-def test_a_layer_captured_before_its_experts_move_computes_rightly_after() -> None:
-    with EPGroup() as group, torch.no_grad():
+def test_a_layer_captured_before_its_experts_move_computes_rightly_after(group: EPGroup) -> None:
+    with torch.no_grad():
         rank, world_size, device = group.rank, group.world_size, group.device
         weights = make_weights(SPEC, world_size, intermediate_size=128, device=device)
         layer = ExpertParallelExperts(
@@ -64,8 +64,8 @@ def test_a_layer_captured_before_its_experts_move_computes_rightly_after() -> No
 
 @needs_gpus
 @pytest.mark.ranks(2, 4)
-def test_a_captured_block_goes_on_to_choose_copies_and_to_count() -> None:
-    with EPGroup() as group, torch.no_grad():
+def test_a_captured_block_goes_on_to_choose_copies_and_to_count(group: EPGroup) -> None:
+    with torch.no_grad():
         # The import takes seconds, and CPU ranks do not need it.
         from tests.cases.blocks import NUM_EXPERTS, qwen3_moe
 

@@ -53,49 +53,46 @@ def test_windows_of_all_ranks_hold_what_was_routed(router: str) -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_stats_tell_the_imbalance_of_ranks_and_only_where_load_is_recorded() -> None:
-    with EPGroup() as group:
-        block = qwen3_moe().to(group.device)
-        moe = ExpertParallelMoE.from_transformers(block, group, EPConfig(record_load=True))
-        assert moe.stats().rank_imbalance == 1.0
-        x = tokens(group.rank, 0, group.device)
-        moe(x)
-        ranks = moe.route(x)[1].topk_ids.flatten() // (NUM_EXPERTS // NUM_RANKS)
-        counts = torch.bincount(ranks, minlength=NUM_RANKS)
-        stats = moe.stats()
-        assert stats.rank_load.tolist() == counts.tolist()
-        assert stats.rank_imbalance == counts.max().item() * NUM_RANKS / counts.sum().item()
+def test_stats_tell_the_imbalance_of_ranks_and_only_where_load_is_recorded(group: EPGroup) -> None:
+    block = qwen3_moe().to(group.device)
+    moe = ExpertParallelMoE.from_transformers(block, group, EPConfig(record_load=True))
+    assert moe.stats().rank_imbalance == 1.0
+    x = tokens(group.rank, 0, group.device)
+    moe(x)
+    ranks = moe.route(x)[1].topk_ids.flatten() // (NUM_EXPERTS // NUM_RANKS)
+    counts = torch.bincount(ranks, minlength=NUM_RANKS)
+    stats = moe.stats()
+    assert stats.rank_load.tolist() == counts.tolist()
+    assert stats.rank_imbalance == counts.max().item() * NUM_RANKS / counts.sum().item()
 
-        silent = ExpertParallelMoE.from_transformers(block, group)
-        silent(x)
-        assert silent.stats().rank_load is None
-        with pytest.raises(ConfigError, match=r"record_load is False .* set EPConfig\(record_load"):
-            _ = silent.load_table
-
-
-@pytest.mark.ranks(NUM_RANKS)
-def test_ranks_with_other_windows_are_refused_on_all() -> None:
-    with EPGroup() as group:
-        recorder = LoadRecorder({"block": load_table(4, CPU)})
-        assert recorder.gather(group.calls).windows_by_layer == {"block": ()}
-        for _ in range(group.rank):
-            recorder.end_window()
-        with pytest.raises(ConfigError, match="windows"):
-            recorder.gather(group.calls)
+    silent = ExpertParallelMoE.from_transformers(block, group)
+    silent(x)
+    assert silent.stats().rank_load is None
+    with pytest.raises(ConfigError, match=r"record_load is False .* set EPConfig\(record_load"):
+        _ = silent.load_table
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_tables_that_were_zeroed_are_refused_on_all_ranks() -> None:
-    with EPGroup() as group:
-        table = load_table(4, group.device)
-        recorder = LoadRecorder({"block": table})
-        table += 5
+def test_ranks_with_other_windows_are_refused_on_all(group: EPGroup) -> None:
+    recorder = LoadRecorder({"block": load_table(4, CPU)})
+    assert recorder.gather(group.calls).windows_by_layer == {"block": ()}
+    for _ in range(group.rank):
         recorder.end_window()
-        if group.rank == 1:
-            table.zero_()
-        recorder.end_window()
-        with pytest.raises(ConfigError, match="counts of a window are below 0"):
-            recorder.gather(group.calls)
+    with pytest.raises(ConfigError, match="windows"):
+        recorder.gather(group.calls)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_tables_that_were_zeroed_are_refused_on_all_ranks(group: EPGroup) -> None:
+    table = load_table(4, group.device)
+    recorder = LoadRecorder({"block": table})
+    table += 5
+    recorder.end_window()
+    if group.rank == 1:
+        table.zero_()
+    recorder.end_window()
+    with pytest.raises(ConfigError, match="counts of a window are below 0"):
+        recorder.gather(group.calls)
 
 
 def test_copies_share_the_load_of_their_expert() -> None:

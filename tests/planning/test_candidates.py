@@ -46,19 +46,20 @@ def lacking(*reasons: str) -> Availability:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_backend_that_a_rank_lacks_is_rejected_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_that_a_rank_lacks_is_rejected_on_all(
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
     """A reason that holds on all ranks names none of them."""
-    with EPGroup() as group:
-        reasons = ("no cable", "no driver") if group.rank == 1 else ()
-        for found, named in ((reasons, "rank 1: no cable"), (("no cable",), "no cable")):
-            for kind in (CollectiveBuffer, SharedMemoryBuffer):
-                monkeypatch.setattr(kind, "probe", lambda machine, found=found: lacking(*found))
-            with pytest.raises(ConfigError) as caught:
-                plan(EPConfig(mode="normal"), SPEC, group)
-            assert f"shared_memory, collective: {named}" in str(caught.value)
-            assert ("shared_memory, collective: rank 1: no driver" in str(caught.value)) == (
-                found is reasons
-            )
+    reasons = ("no cable", "no driver") if group.rank == 1 else ()
+    for found, named in ((reasons, "rank 1: no cable"), (("no cable",), "no cable")):
+        for kind in (CollectiveBuffer, SharedMemoryBuffer):
+            monkeypatch.setattr(kind, "probe", lambda machine, found=found: lacking(*found))
+        with pytest.raises(ConfigError) as caught:
+            plan(EPConfig(mode="normal"), SPEC, group)
+        assert f"shared_memory, collective: {named}" in str(caught.value)
+        assert ("shared_memory, collective: rank 1: no driver" in str(caught.value)) == (
+            found is reasons
+        )
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -86,47 +87,49 @@ def test_a_plan_and_its_buffer_take_one_exchange_each(monkeypatch: pytest.Monkey
     ids=["two", "one", "unknown"],
 )
 def test_hosts_of_ranks_are_found_where_they_differ(
-    names: tuple[str, str], expected: HostLayout | None, monkeypatch: pytest.MonkeyPatch
+    names: tuple[str, str],
+    expected: HostLayout | None,
+    monkeypatch: pytest.MonkeyPatch,
+    group: EPGroup,
 ) -> None:
-    with EPGroup() as group:
-        monkeypatch.setattr(candidates, "host_of_this_process", lambda: names[group.rank])
-        chosen = plan(EPConfig(max_tokens_per_rank=8), SPEC, group)
-        assert {phase.buffer_spec.hosts for phase in chosen.phases().values()} == {expected}
-        lacks = "hosts have one rank each" if expected else "needs ranks on several hosts"
-        assert f"rejected hierarchical: {lacks}" in chosen.explain()
-        # All rows go between two hosts with one rank each; plans for one host predict no bytes
-        # between hosts.
-        per_token = sum(chosen.prefill.max_bytes_per_token().values())
-        between = None if expected is None else per_token
-        assert chosen.prefill.max_bytes_between_hosts() == between
+    monkeypatch.setattr(candidates, "host_of_this_process", lambda: names[group.rank])
+    chosen = plan(EPConfig(max_tokens_per_rank=8), SPEC, group)
+    assert {phase.buffer_spec.hosts for phase in chosen.phases().values()} == {expected}
+    lacks = "hosts have one rank each" if expected else "needs ranks on several hosts"
+    assert f"rejected hierarchical: {lacks}" in chosen.explain()
+    # All rows go between two hosts with one rank each; plans for one host predict no bytes
+    # between hosts.
+    per_token = sum(chosen.prefill.max_bytes_per_token().values())
+    between = None if expected is None else per_token
+    assert chosen.prefill.max_bytes_between_hosts() == between
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_runner_that_one_rank_lacks_is_rejected_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    with EPGroup() as group:
-        reasons = ("no kernel",) if group.rank == 0 else ()
-        monkeypatch.setattr(GroupedMMRunner, "supports", lambda *asked: lacking(*reasons))
-        chosen = plan(EPConfig(), SPEC, group, weights=weights())
-        assert chosen.runner == "reference"
-        assert [str(each) for each in chosen.rejected_runners] == ["grouped_mm: rank 0: no kernel"]
+def test_runner_that_one_rank_lacks_is_rejected_on_all(
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
+    reasons = ("no kernel",) if group.rank == 0 else ()
+    monkeypatch.setattr(GroupedMMRunner, "supports", lambda *asked: lacking(*reasons))
+    chosen = plan(EPConfig(), SPEC, group, weights=weights())
+    assert chosen.runner == "reference"
+    assert [str(each) for each in chosen.rejected_runners] == ["grouped_mm: rank 0: no kernel"]
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_ranks_that_compute_other_bits_cannot_promise_equal_sums() -> None:
-    with EPGroup() as group:
-        config = EPConfig(sum_groups=4)
-        chosen = plan(config, SPEC, group, weights=weights())
-        assert chosen.runner == "batch_invariant"
-        threads = torch.get_num_threads()
-        torch.set_num_threads(group.rank + 1)
-        try:
-            with pytest.raises(PlanRefused) as caught:
-                plan(config, SPEC, group, weights=weights())
-        finally:
-            torch.set_num_threads(threads)
-        assert "batch_invariant: sum_groups needs ranks that compute alike" in str(caught.value)
-        assert "1 threads on rank 0" in str(caught.value)
-        assert "2 threads on rank 1" in str(caught.value)
+def test_ranks_that_compute_other_bits_cannot_promise_equal_sums(group: EPGroup) -> None:
+    config = EPConfig(sum_groups=4)
+    chosen = plan(config, SPEC, group, weights=weights())
+    assert chosen.runner == "batch_invariant"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(group.rank + 1)
+    try:
+        with pytest.raises(PlanRefused) as caught:
+            plan(config, SPEC, group, weights=weights())
+    finally:
+        torch.set_num_threads(threads)
+    assert "batch_invariant: sum_groups needs ranks that compute alike" in str(caught.value)
+    assert "1 threads on rank 0" in str(caught.value)
+    assert "2 threads on rank 1" in str(caught.value)
 
 
 # A different value for every field, so that a new field cannot be forgotten.
@@ -161,33 +164,31 @@ def test_every_field_has_another_value() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_fields_that_differ_on_one_rank_are_named_on_every_rank() -> None:
-    with EPGroup() as group:
-        for name in (*OTHER_CONFIG, *OTHER_SPEC):
-            config, spec = EPConfig(), SPEC
-            if group.rank == 2 and name in OTHER_CONFIG:
-                config = replace(config, **{name: OTHER_CONFIG[name]})
-            elif group.rank == 2:
-                spec = replace(spec, **{name: OTHER_SPEC[name]})
-            with pytest.raises(ConfigError) as caught:
-                plan(config, spec, group)
-            assert f"plan: ranks disagree on {name}: " in str(caught.value)
-            assert " on ranks 0, 1, 3, " in str(caught.value)
-            assert " on rank 2 (this is " in str(caught.value)
-        expect_works(group)
+def test_fields_that_differ_on_one_rank_are_named_on_every_rank(group: EPGroup) -> None:
+    for name in (*OTHER_CONFIG, *OTHER_SPEC):
+        config, spec = EPConfig(), SPEC
+        if group.rank == 2 and name in OTHER_CONFIG:
+            config = replace(config, **{name: OTHER_CONFIG[name]})
+        elif group.rank == 2:
+            spec = replace(spec, **{name: OTHER_SPEC[name]})
+        with pytest.raises(ConfigError) as caught:
+            plan(config, spec, group)
+        assert f"plan: ranks disagree on {name}: " in str(caught.value)
+        assert " on ranks 0, 1, 3, " in str(caught.value)
+        assert " on rank 2 (this is " in str(caught.value)
+    expect_works(group)
 
 
 @pytest.mark.ranks(4)
-def test_layer_that_nothing_serves_is_refused_everywhere() -> None:
-    with EPGroup() as group:
-        for config, spec, message in (
-            (EPConfig(), replace(SPEC, num_experts=10), "num_experts is 10, expected a multiple"),
-            (EPConfig(backend="infiniband"), SPEC, "backend is 'infiniband', expected"),
-            (EPConfig(runner="fastest"), SPEC, "runner is 'fastest', expected"),
-        ):
-            with pytest.raises(ConfigError, match=message):
-                DeepEPNormalDispatcher(group, spec, config)
-        expect_works(group)
+def test_layer_that_nothing_serves_is_refused_everywhere(group: EPGroup) -> None:
+    for config, spec, message in (
+        (EPConfig(), replace(SPEC, num_experts=10), "num_experts is 10, expected a multiple"),
+        (EPConfig(backend="infiniband"), SPEC, "backend is 'infiniband', expected"),
+        (EPConfig(runner="fastest"), SPEC, "runner is 'fastest', expected"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DeepEPNormalDispatcher(group, spec, config)
+    expect_works(group)
 
 
 def experts_of(intermediate_size: int = 16, top_k: int = 2, **changes: float) -> dict[str, object]:
@@ -209,19 +210,18 @@ def fp8_of(scales: ScaleDtype) -> dict[str, object]:
 
 
 @pytest.mark.ranks(4)
-def test_other_experts_on_one_rank_are_named_on_every_rank() -> None:
-    with EPGroup() as group:
-        for others, on_rank_2, field in (
-            (experts_of(), experts_of(alpha=1.2), "format"),
-            (experts_of(), experts_of(intermediate_size=24), "intermediate_size"),
-            (experts_of(), experts_of(top_k=9), "top_k"),
-            (fp8_of(ScaleDtype.FLOAT32), fp8_of(ScaleDtype.POWER_OF_TWO), "wanted rows"),
-        ):
-            arguments = on_rank_2 if group.rank == 2 else others
-            with pytest.raises(ConfigError, match=f"plan: ranks disagree on {field}: ") as caught:
-                ExpertParallelExperts(group=group, **arguments)
-            assert "rank 2" in str(caught.value) or group.rank == 2
-        expect_works(group)
+def test_other_experts_on_one_rank_are_named_on_every_rank(group: EPGroup) -> None:
+    for others, on_rank_2, field in (
+        (experts_of(), experts_of(alpha=1.2), "format"),
+        (experts_of(), experts_of(intermediate_size=24), "intermediate_size"),
+        (experts_of(), experts_of(top_k=9), "top_k"),
+        (fp8_of(ScaleDtype.FLOAT32), fp8_of(ScaleDtype.POWER_OF_TWO), "wanted rows"),
+    ):
+        arguments = on_rank_2 if group.rank == 2 else others
+        with pytest.raises(ConfigError, match=f"plan: ranks disagree on {field}: ") as caught:
+            ExpertParallelExperts(group=group, **arguments)
+        assert "rank 2" in str(caught.value) or group.rank == 2
+    expect_works(group)
 
 
 def expect_works(group: EPGroup) -> None:
@@ -236,18 +236,19 @@ def expect_works(group: EPGroup) -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_error_of_one_rank_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_one_rank_is_told_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
     def fail(*_: object) -> candidates.Survey:
         raise ConfigError("plan: a file of this rank is broken")
 
-    with EPGroup() as group:
-        with monkeypatch.context() as patch:
-            if group.rank == 0:
-                patch.setattr(candidates, "judge", fail)
-            with pytest.raises(ConfigError) as caught:
-                plan(EPConfig(), SPEC, group)
-        own = "plan: a file of this rank is broken"
-        assert str(caught.value).startswith(own if group.rank == 0 else f"plan: rank 0: {own}")
-        # The group is usable, and one exchange serves both phases.
-        chosen = plan(EPConfig(max_tokens_per_rank=8), SPEC, group)
-        assert (chosen.prefill.mode, chosen.decode.mode) == (Mode.NORMAL, Mode.LOW_LATENCY)
+    with monkeypatch.context() as patch:
+        if group.rank == 0:
+            patch.setattr(candidates, "judge", fail)
+        with pytest.raises(ConfigError) as caught:
+            plan(EPConfig(), SPEC, group)
+    own = "plan: a file of this rank is broken"
+    assert str(caught.value).startswith(own if group.rank == 0 else f"plan: rank 0: {own}")
+    # The group is usable, and one exchange serves both phases.
+    chosen = plan(EPConfig(max_tokens_per_rank=8), SPEC, group)
+    assert (chosen.prefill.mode, chosen.decode.mode) == (Mode.NORMAL, Mode.LOW_LATENCY)

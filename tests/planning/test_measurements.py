@@ -110,23 +110,22 @@ def test_where_nothing_measured_serves_rules_choose(
 
 
 @pytest.mark.ranks(2)
-def test_a_bad_file_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
+def test_a_bad_file_on_one_rank_is_told_to_all(tmp_path: Path, group: EPGroup) -> None:
     paths = [write(tmp_path / "bench.json"), tmp_path / "nowhere.json"]
     other = write(tmp_path / "other.json", command="another run")
-    with EPGroup() as group:
-        for bad, message in (
-            (paths[1], "nowhere.json', which cannot be read (No such file or directory), expected"),
-            (other, "sha256 "),
-        ):
-            path = bad if group.rank == 1 else paths[0]
-            with pytest.raises(ConfigError) as caught:
-                plan(EPConfig(measurements=path), SPEC, group)
-            assert "plan: ranks disagree on measurements: " in str(caught.value)
-            assert message in str(caught.value)
-        with pytest.raises(ConfigError, match=r"^EPConfig: measurements is .*; write one, or"):
-            plan(EPConfig(measurements="/nowhere/bench.json"), SPEC, group)
-        # The group remains usable.
-        assert plan(EPConfig(measurements=paths[0]), SPEC, group).prefill.backend == "collective"
+    for bad, message in (
+        (paths[1], "nowhere.json', which cannot be read (No such file or directory), expected"),
+        (other, "sha256 "),
+    ):
+        path = bad if group.rank == 1 else paths[0]
+        with pytest.raises(ConfigError) as caught:
+            plan(EPConfig(measurements=path), SPEC, group)
+        assert "plan: ranks disagree on measurements: " in str(caught.value)
+        assert message in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^EPConfig: measurements is .*; write one, or"):
+        plan(EPConfig(measurements="/nowhere/bench.json"), SPEC, group)
+    # The group remains usable.
+    assert plan(EPConfig(measurements=paths[0]), SPEC, group).prefill.backend == "collective"
 
 
 def test_the_field_is_a_path() -> None:

@@ -203,21 +203,22 @@ def check_gradients(model: nn.Module, expected: dict[str, Tensor], rank: int) ->
 @RANKS
 @pytest.mark.parametrize("repeats", [None, False, True])
 @pytest.mark.parametrize("order", ["first_last", "last_first", "together"])
-def test_micro_batches_equal_one_process_with_forced_ids(repeats: bool | None, order: str) -> None:
+def test_micro_batches_equal_one_process_with_forced_ids(
+    repeats: bool | None, order: str, group: EPGroup
+) -> None:
     expected, inputs = expected_gradients()
-    with EPGroup() as group:
-        model = Model(Plain(), group, repeats=repeats)
-        batches = batches_of(group.rank)
-        routes = torch.cat([batch.routes for batch in batches])
-        with replay_routes(model, routes):
-            losses = [model(batch.x).square().sum() for batch in batches]
-            if order == "together":
-                losses = [torch.stack(losses).sum()]
-            for loss in reversed(losses) if order == "last_first" else losses:
-                loss.backward()
-        for batch, wanted in zip(batches, inputs[group.rank], strict=True):
-            assert batch.x.shape[0] == 0 or relative_error(batch.x.grad, wanted) <= SAME
-        check_gradients(model, expected, group.rank)
+    model = Model(Plain(), group, repeats=repeats)
+    batches = batches_of(group.rank)
+    routes = torch.cat([batch.routes for batch in batches])
+    with replay_routes(model, routes):
+        losses = [model(batch.x).square().sum() for batch in batches]
+        if order == "together":
+            losses = [torch.stack(losses).sum()]
+        for loss in reversed(losses) if order == "last_first" else losses:
+            loss.backward()
+    for batch, wanted in zip(batches, inputs[group.rank], strict=True):
+        assert batch.x.shape[0] == 0 or relative_error(batch.x.grad, wanted) <= SAME
+    check_gradients(model, expected, group.rank)
 
 
 class Same(torch.autograd.Function):
@@ -240,191 +241,183 @@ def in_halves(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("forward", [nn.Module.__call__, in_halves], ids=["whole", "in_halves"])
 def test_one_checkpoint_repeats_several_layers_and_calls(
-    forward: Callable[[nn.Module, Tensor], Tensor], reentrant: bool
+    forward: Callable[[nn.Module, Tensor], Tensor], reentrant: bool, group: EPGroup
 ) -> None:
     expected, _ = expected_gradients(2)
-    with EPGroup() as group:
-        model, batches = Model(Plain(), group), batches_of(group.rank)[:2]
-        others = micro_batch(group.rank, 9, 3)
-        routes = torch.cat([others.routes, *(batch.routes for batch in batches)])
-        with replay_routes(model, routes):
-            with torch.no_grad():
-                model(others.x)
-            call = partial(forward, model)
-            outs = [checkpoint(call, batch.x, use_reentrant=reentrant) for batch in batches]
-            for y in outs if reentrant else reversed(outs):
-                y.square().sum().backward()
-        check_gradients(model, expected, group.rank)
-        # Backward runs after the context has ended, whatever nodes forward made before the layer.
-        with replay_routes(model, batches[0].routes):
-            y = checkpoint(call, batches[0].x, use_reentrant=reentrant)
-        with pytest.raises(HandleError, match="whose context has ended"):
-            y.sum().backward()
-
-
-@RANKS
-def test_wrapped_block_has_one_gate_and_inference_leaves_it_usable() -> None:
-    with EPGroup() as group:
-        model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 4)
-        model.layers[1] = checkpoint_wrapper(model.layers[1])  # type: ignore[index]
-        assert len(named_gates(model)) == len(MOE_LAYERS)
-        for mode in (torch.inference_mode(), nullcontext()):
-            with mode, replay_routes(model, batch.routes):
-                model(batch.x)
-        with record_routes(model) as record:
-            idle_step(model, backward=False)
-        assert record.routes().shape == (0, NUM_LAYERS, TOP_K)
-
-
-@RANKS
-def test_two_pipeline_stages_take_their_layers_of_the_same_routes() -> None:
-    expected, _ = expected_gradients()
-    with EPGroup() as group:
-        plain = Plain()
-        stages = [Model(plain, group, repeats=False, indices=each) for each in ((0, 1), (2, 3))]
-        batches = batches_of(group.rank)
-        routes = torch.cat([batch.routes for batch in batches])
-        with replay_routes(stages[0], routes), replay_routes(stages[1], routes):
-            # One forward, one backward: the backward of a batch follows the forward of the next.
-            sent: list[tuple[Tensor, Tensor, Tensor]] = []
-
-            def backward() -> None:
-                out, received, loss = sent.pop(0)
-                loss.backward()
-                out.backward(received.grad)
-
-            for batch in batches:
-                out = stages[0](batch.x)
-                received = out.detach().requires_grad_()
-                sent.append((out, received, stages[1](received).square().sum()))
-                if len(sent) == 2:
-                    backward()
-            backward()
-        both = nn.ModuleDict({"layers": nn.ModuleDict()})
-        for stage in stages:
-            both["layers"].update(dict(stage.layers.items()))  # type: ignore[operator]
-        check_gradients(both, expected, group.rank)
-
-
-@RANKS
-def test_recorded_routes_are_replayed_after_the_router_has_changed() -> None:
-    with EPGroup() as group:
-        model, batches = Model(Plain(), group, repeats=False), batches_of(group.rank)
-        with record_routes(model) as record, watch_gates(model) as gates:
-            torch.stack([model(batch.x).square().sum() for batch in batches]).sum().backward()
-        calls = record.calls()
-        assert [len(routes) for routes in calls] == [len(batch.x) for batch in batches]
-        routes = record.routes()
-        assert routes.dtype is torch.int16
-        assert routes.shape == (sum(map(len, calls)), NUM_LAYERS, TOP_K)
-        assert bool((routes[:, [0, 2]] == -1).all())
-        recorded = [gate.topk_ids for gate in gates]
+    model, batches = Model(Plain(), group), batches_of(group.rank)[:2]
+    others = micro_batch(group.rank, 9, 3)
+    routes = torch.cat([others.routes, *(batch.routes for batch in batches)])
+    with replay_routes(model, routes):
         with torch.no_grad():
-            for index in MOE_LAYERS:
-                model.layers[index].gate.weight.neg_()  # type: ignore[union-attr,operator]
-        with replay_routes(model, routes), watch_gates(model) as gates:
-            for batch in batches:
-                model(batch.x)
-        for gate, ids in zip(gates, recorded, strict=True):
-            assert torch.equal(gate.topk_ids, ids)
-            assert len(ids) == 0 or not torch.equal(gate.live_topk_ids, ids)
+            model(others.x)
+        call = partial(forward, model)
+        outs = [checkpoint(call, batch.x, use_reentrant=reentrant) for batch in batches]
+        for y in outs if reentrant else reversed(outs):
+            y.square().sum().backward()
+    check_gradients(model, expected, group.rank)
+    # Backward runs after the context has ended, whatever nodes forward made before the layer.
+    with replay_routes(model, batches[0].routes):
+        y = checkpoint(call, batches[0].x, use_reentrant=reentrant)
+    with pytest.raises(HandleError, match="whose context has ended"):
+        y.sum().backward()
 
 
 @RANKS
-def test_experts_that_were_moved_and_copied_are_replayed_by_the_ids_of_the_model() -> None:
+def test_wrapped_block_has_one_gate_and_inference_leaves_it_usable(group: EPGroup) -> None:
+    model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 4)
+    model.layers[1] = checkpoint_wrapper(model.layers[1])  # type: ignore[index]
+    assert len(named_gates(model)) == len(MOE_LAYERS)
+    for mode in (torch.inference_mode(), nullcontext()):
+        with mode, replay_routes(model, batch.routes):
+            model(batch.x)
+    with record_routes(model) as record:
+        idle_step(model, backward=False)
+    assert record.routes().shape == (0, NUM_LAYERS, TOP_K)
+
+
+@RANKS
+def test_two_pipeline_stages_take_their_layers_of_the_same_routes(group: EPGroup) -> None:
     expected, _ = expected_gradients()
-    with EPGroup() as group:
-        config = EPConfig(mode="normal", redundant_experts=2)
-        model, batches = Model(Plain(), group, config), batches_of(group.rank)
-        for index in MOE_LAYERS:
-            experts = model.layers[index].experts  # type: ignore[union-attr]
-            assert isinstance(experts, ExpertParallelExperts)
-            experts.rebalance(any_placement(experts, seed=index))
-        plain = Plain()
-        with replay_routes(model, torch.cat([batch.routes for batch in batches])):
-            for batch in batches:
-                y, x = model(batch.x), batch.x.detach()
-                if len(x):
-                    assert relative_error(y, plain(x, batch.routes)) <= SAME
-                y.square().sum().backward()
-        for name, parameter in model.named_parameters():
-            if "gate.weight" in name:
-                dist.all_reduce(parameter.grad)
-                assert relative_error(parameter.grad, expected[name]) <= SAME
+    plain = Plain()
+    stages = [Model(plain, group, repeats=False, indices=each) for each in ((0, 1), (2, 3))]
+    batches = batches_of(group.rank)
+    routes = torch.cat([batch.routes for batch in batches])
+    with replay_routes(stages[0], routes), replay_routes(stages[1], routes):
+        # One forward, one backward: the backward of a batch follows the forward of the next.
+        sent: list[tuple[Tensor, Tensor, Tensor]] = []
+
+        def backward() -> None:
+            out, received, loss = sent.pop(0)
+            loss.backward()
+            out.backward(received.grad)
+
+        for batch in batches:
+            out = stages[0](batch.x)
+            received = out.detach().requires_grad_()
+            sent.append((out, received, stages[1](received).square().sum()))
+            if len(sent) == 2:
+                backward()
+        backward()
+    both = nn.ModuleDict({"layers": nn.ModuleDict()})
+    for stage in stages:
+        both["layers"].update(dict(stage.layers.items()))  # type: ignore[operator]
+    check_gradients(both, expected, group.rank)
 
 
 @RANKS
-def test_disagreement_is_that_counted_by_hand_and_in_the_metrics() -> None:
-    with EPGroup() as group:
-        model, batch = Model(Plain(), group, repeats=False), micro_batch(group.rank, 0, 9)
-        with replay_routes(model, batch.routes) as replay, watch_gates(model) as gates:
-            model(batch.x).sum().backward()
-        for gate, index in zip(gates, MOE_LAYERS, strict=True):
-            rows = batch.routes[:, index].tolist()
-            live = gate.live_topk_ids.tolist()
-            given = [[e for e in row if e >= 0] for row in rows]
-            differ = [sum(e not in own for e in row) for row, own in zip(given, live, strict=True)]
-            counts = replay.disagreement()[index]
-            assert counts.num_tokens == sum(map(bool, given))
-            assert counts.num_tokens_that_differ == sum(map(bool, differ)) > 0
-            assert counts.num_entries == sum(map(len, given))
-            assert counts.num_entries_that_differ == sum(differ)
-            assert counts.entry_share == sum(differ) / sum(map(len, given))
-        name = "epcomm_replayed_tokens_that_differ_total"
-        found = {m.labels["layer"]: m.value for m in metrics(model) if m.name == name}
-        expected = {i: replay.disagreement()[i].num_tokens_that_differ for i in MOE_LAYERS}
-        assert found == {f"layers.{index}": value for index, value in expected.items()}
+def test_recorded_routes_are_replayed_after_the_router_has_changed(group: EPGroup) -> None:
+    model, batches = Model(Plain(), group, repeats=False), batches_of(group.rank)
+    with record_routes(model) as record, watch_gates(model) as gates:
+        torch.stack([model(batch.x).square().sum() for batch in batches]).sum().backward()
+    calls = record.calls()
+    assert [len(routes) for routes in calls] == [len(batch.x) for batch in batches]
+    routes = record.routes()
+    assert routes.dtype is torch.int16
+    assert routes.shape == (sum(map(len, calls)), NUM_LAYERS, TOP_K)
+    assert bool((routes[:, [0, 2]] == -1).all())
+    recorded = [gate.topk_ids for gate in gates]
+    with torch.no_grad():
+        for index in MOE_LAYERS:
+            model.layers[index].gate.weight.neg_()  # type: ignore[union-attr,operator]
+    with replay_routes(model, routes), watch_gates(model) as gates:
+        for batch in batches:
+            model(batch.x)
+    for gate, ids in zip(gates, recorded, strict=True):
+        assert torch.equal(gate.topk_ids, ids)
+        assert len(ids) == 0 or not torch.equal(gate.live_topk_ids, ids)
+
+
+@RANKS
+def test_experts_that_were_moved_and_copied_are_replayed_by_the_ids_of_the_model(
+    group: EPGroup,
+) -> None:
+    expected, _ = expected_gradients()
+    config = EPConfig(mode="normal", redundant_experts=2)
+    model, batches = Model(Plain(), group, config), batches_of(group.rank)
+    for index in MOE_LAYERS:
+        experts = model.layers[index].experts  # type: ignore[union-attr]
+        assert isinstance(experts, ExpertParallelExperts)
+        experts.rebalance(any_placement(experts, seed=index))
+    plain = Plain()
+    with replay_routes(model, torch.cat([batch.routes for batch in batches])):
+        for batch in batches:
+            y, x = model(batch.x), batch.x.detach()
+            if len(x):
+                assert relative_error(y, plain(x, batch.routes)) <= SAME
+            y.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if "gate.weight" in name:
+            dist.all_reduce(parameter.grad)
+            assert relative_error(parameter.grad, expected[name]) <= SAME
+
+
+@RANKS
+def test_disagreement_is_that_counted_by_hand_and_in_the_metrics(group: EPGroup) -> None:
+    model, batch = Model(Plain(), group, repeats=False), micro_batch(group.rank, 0, 9)
+    with replay_routes(model, batch.routes) as replay, watch_gates(model) as gates:
+        model(batch.x).sum().backward()
+    for gate, index in zip(gates, MOE_LAYERS, strict=True):
+        rows = batch.routes[:, index].tolist()
+        live = gate.live_topk_ids.tolist()
+        given = [[e for e in row if e >= 0] for row in rows]
+        differ = [sum(e not in own for e in row) for row, own in zip(given, live, strict=True)]
+        counts = replay.disagreement()[index]
+        assert counts.num_tokens == sum(map(bool, given))
+        assert counts.num_tokens_that_differ == sum(map(bool, differ)) > 0
+        assert counts.num_entries == sum(map(len, given))
+        assert counts.num_entries_that_differ == sum(differ)
+        assert counts.entry_share == sum(differ) / sum(map(len, given))
+    name = "epcomm_replayed_tokens_that_differ_total"
+    found = {m.labels["layer"]: m.value for m in metrics(model) if m.name == name}
+    expected = {i: replay.disagreement()[i].num_tokens_that_differ for i in MOE_LAYERS}
+    assert found == {f"layers.{index}": value for index, value in expected.items()}
 
 
 @RANKS
 @pytest.mark.parametrize("repeats", [None, False])
-def test_rank_without_tokens_stays_in_step(repeats: bool | None) -> None:
-    with EPGroup() as group:
-        model, batch = Model(Plain(), group, repeats=repeats), micro_batch(0, 0, 5)
-        plain = Plain()
-        plain(batch.x, batch.routes).square().sum().backward()
-        x = batch.x.detach().requires_grad_()
-        if group.rank == 0:
-            with replay_routes(model, batch.routes):
-                model(x).square().sum().backward()
-            assert relative_error(x.grad, batch.x.grad) <= SAME
-        else:
-            with replay_routes(model, batch.routes[:0]):
-                one_token = None if repeats is None else partial(model, x[:1])
-                idle_step(model, run_token=one_token)
+def test_rank_without_tokens_stays_in_step(repeats: bool | None, group: EPGroup) -> None:
+    model, batch = Model(Plain(), group, repeats=repeats), micro_batch(0, 0, 5)
+    plain = Plain()
+    plain(batch.x, batch.routes).square().sum().backward()
+    x = batch.x.detach().requires_grad_()
+    if group.rank == 0:
+        with replay_routes(model, batch.routes):
+            model(x).square().sum().backward()
+        assert relative_error(x.grad, batch.x.grad) <= SAME
+    else:
+        with replay_routes(model, batch.routes[:0]):
+            one_token = None if repeats is None else partial(model, x[:1])
+            idle_step(model, run_token=one_token)
 
 
 @RANKS
-def test_layer_takes_ids_from_its_caller() -> None:
-    with EPGroup() as group:
-        plain = Plain().layers[1]
-        assert isinstance(plain, PlainMoE)
-        x = torch.randn(2, 2, HIDDEN, dtype=torch.float64, requires_grad=True)
-        ids = torch.tensor([[0, 4, 2], [-1, 5, -1], [-1, -1, -1], [3, 2, 1]])
-        y = plain(x.view(4, HIDDEN), ids)
-        expected = torch.autograd.grad(y.square().sum(), [x, plain.gate.weight])
-        moe = moe_of(plain, group, None)
-        found = moe(x, topk_ids=ids.view(2, 2, TOP_K))
-        assert relative_error(found.view(4, HIDDEN), y) <= SAME
-        for each, wanted in zip(
-            torch.autograd.grad(found.square().sum(), [x, plain.gate.weight]), expected, strict=True
-        ):
-            assert relative_error(each, wanted) <= SAME
-        with pytest.raises(
-            ShapeError, match=r"topk_ids is torch.int64 \[4, 2\], expected integers"
-        ):
-            moe(x, topk_ids=ids[:, :2])
-        with (
-            pytest.raises(ConfigError, match="layer 0 is called with topk_ids"),
-            replay_routes(moe, ids.unsqueeze(1)),
-        ):
-            moe(x, topk_ids=ids)
-        raises_everywhere(
-            group,
-            partial(moe, x, topk_ids=ids if group.rank else ids + 4),
-            "topk_ids out of range|topk_ids",
-        )
-        moe(x)
+def test_layer_takes_ids_from_its_caller(group: EPGroup) -> None:
+    plain = Plain().layers[1]
+    assert isinstance(plain, PlainMoE)
+    x = torch.randn(2, 2, HIDDEN, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 4, 2], [-1, 5, -1], [-1, -1, -1], [3, 2, 1]])
+    y = plain(x.view(4, HIDDEN), ids)
+    expected = torch.autograd.grad(y.square().sum(), [x, plain.gate.weight])
+    moe = moe_of(plain, group, None)
+    found = moe(x, topk_ids=ids.view(2, 2, TOP_K))
+    assert relative_error(found.view(4, HIDDEN), y) <= SAME
+    for each, wanted in zip(
+        torch.autograd.grad(found.square().sum(), [x, plain.gate.weight]), expected, strict=True
+    ):
+        assert relative_error(each, wanted) <= SAME
+    with pytest.raises(ShapeError, match=r"topk_ids is torch.int64 \[4, 2\], expected integers"):
+        moe(x, topk_ids=ids[:, :2])
+    with (
+        pytest.raises(ConfigError, match="layer 0 is called with topk_ids"),
+        replay_routes(moe, ids.unsqueeze(1)),
+    ):
+        moe(x, topk_ids=ids)
+    raises_everywhere(
+        group,
+        partial(moe, x, topk_ids=ids if group.rank else ids + 4),
+        "topk_ids out of range|topk_ids",
+    )
+    moe(x)
 
 
 def raises_everywhere(group: EPGroup, call: Callable[[], object], text: str) -> None:
@@ -455,115 +448,107 @@ BAD = {
 
 @RANKS
 @pytest.mark.parametrize("name", list(BAD))
-def test_bad_routes_of_one_rank_are_refused_on_all(name: str) -> None:
+def test_bad_routes_of_one_rank_are_refused_on_all(name: str, group: EPGroup) -> None:
     change, text = BAD[name]
-    with EPGroup() as group:
-        model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 4)
-        routes = change(batch.routes) if group.rank == 1 else batch.routes
-        text = rf"replay_routes: {text}.*rank 1 of 2"
-        raises_everywhere(group, partial(enter, model, routes), text)
-        with replay_routes(model, batch.routes):
-            model(batch.x)
-
-
-@RANKS
-def test_context_inside_another_one_is_refused() -> None:
-    with EPGroup() as group:
-        model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 4)
-        with replay_routes(model, batch.routes):
-            raises_everywhere(
-                group, partial(enter, model, batch.routes), "inside another replay_routes"
-            )
-            model(batch.x)
-
-
-@RANKS
-def test_another_number_of_tokens_is_reported_on_all_ranks() -> None:
-    with EPGroup() as group:
-        model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 4)
-        routes = batch.routes[: 3 if group.rank else 4]
-        text = "layer 1 is called with 4 tokens, but routes have 3 left of 3 .rank 1 of 2"
-        with (
-            pytest.raises(EPError, match=text if group.rank else "rank 1"),
-            replay_routes(model, routes),
-        ):
-            model(batch.x)
-        with (
-            pytest.raises(
-                ShapeError, match="routes have 4 tokens, but the calls of layer 1 took 3"
-            ),
-            replay_routes(model, batch.routes),
-        ):
-            model(batch.x[:3])
+    model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 4)
+    routes = change(batch.routes) if group.rank == 1 else batch.routes
+    text = rf"replay_routes: {text}.*rank 1 of 2"
+    raises_everywhere(group, partial(enter, model, routes), text)
+    with replay_routes(model, batch.routes):
         model(batch.x)
 
 
 @RANKS
-def test_backward_that_repeats_calls_of_another_context_is_refused() -> None:
-    with EPGroup() as group:
-        model, batch = Model(Plain(), group, repeats=False), micro_batch(group.rank, 0, 4)
-        with replay_routes(model, batch.routes):
-            loss = model(batch.x).sum()
-        with pytest.raises(HandleError, match="repeats a call whose context has ended"):
-            loss.backward()
+def test_context_inside_another_one_is_refused(group: EPGroup) -> None:
+    model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 4)
+    with replay_routes(model, batch.routes):
+        raises_everywhere(
+            group, partial(enter, model, batch.routes), "inside another replay_routes"
+        )
+        model(batch.x)
+
+
+@RANKS
+def test_another_number_of_tokens_is_reported_on_all_ranks(group: EPGroup) -> None:
+    model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 4)
+    routes = batch.routes[: 3 if group.rank else 4]
+    text = "layer 1 is called with 4 tokens, but routes have 3 left of 3 .rank 1 of 2"
+    with (
+        pytest.raises(EPError, match=text if group.rank else "rank 1"),
+        replay_routes(model, routes),
+    ):
+        model(batch.x)
+    with (
+        pytest.raises(ShapeError, match="routes have 4 tokens, but the calls of layer 1 took 3"),
+        replay_routes(model, batch.routes),
+    ):
+        model(batch.x[:3])
+    model(batch.x)
+
+
+@RANKS
+def test_backward_that_repeats_calls_of_another_context_is_refused(group: EPGroup) -> None:
+    model, batch = Model(Plain(), group, repeats=False), micro_batch(group.rank, 0, 4)
+    with replay_routes(model, batch.routes):
         loss = model(batch.x).sum()
-        with (
-            pytest.raises(HandleError, match="repeats a call of layer 3 from before the context"),
-            replay_routes(model, batch.routes),
-        ):
-            loss.backward()
-        model(batch.x).sum().backward()
+    with pytest.raises(HandleError, match="repeats a call whose context has ended"):
+        loss.backward()
+    loss = model(batch.x).sum()
+    with (
+        pytest.raises(HandleError, match="repeats a call of layer 3 from before the context"),
+        replay_routes(model, batch.routes),
+    ):
+        loss.backward()
+    model(batch.x).sum().backward()
 
-        def after_half_a_forward() -> None:
-            with replay_routes(model, torch.cat([batch.routes, batch.routes])):
-                model.layers[1](batch.x)  # type: ignore[operator]
-                model(batch.x)
-
-        with pytest.raises(HandleError, match="layer 1 is called again, but the previous"):
-            after_half_a_forward()
-
-
-@RANKS
-def test_auxiliary_losses_may_take_live_or_replayed_routes() -> None:
-    with EPGroup() as group:
-        model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 6)
-        with watch_gates(model) as alone:
+    def after_half_a_forward() -> None:
+        with replay_routes(model, torch.cat([batch.routes, batch.routes])):
             model.layers[1](batch.x)  # type: ignore[operator]
-        with watch_gates(model) as gates, replay_routes(model, batch.routes):
             model(batch.x)
-        gate, index = gates[0], MOE_LAYERS[0]
-        ranked = torch.softmax(gate.logits, dim=-1).argsort(dim=1, descending=True).tolist()
-        rows = zip(batch.routes[:, index].tolist(), ranked, strict=True)
-        assert gate.topk_ids.tolist() == [with_live(given, order) for given, order in rows]
-        assert gate.live_topk_ids.tolist() == [order[:TOP_K] for order in ranked]
-        assert len(alone) == 1
-        assert torch.equal(alone[0].topk_ids, alone[0].live_topk_ids)
+
+    with pytest.raises(HandleError, match="layer 1 is called again, but the previous"):
+        after_half_a_forward()
 
 
 @RANKS
-def test_blocks_without_an_index_of_their_own_are_refused_by_name() -> None:
-    with EPGroup() as group:
-        plain = Plain()
-        moe = [moe_of(layer, group, None) for layer in plain.layers if isinstance(layer, PlainMoE)]
-        model = nn.ModuleDict({"first": moe[0], "second": moe[1]})
-        with pytest.raises(ConfigError, match="expected a separate index"), record_routes(model):
-            pass
-        for layers in ({"first": 1, "second": -1}, {"first": 1, "second": 2, "third": 3}):
-            with (
-                pytest.raises(ConfigError, match="expected a separate index for each of"),
-                record_routes(model, layers=layers),
-            ):
-                pass
-        with record_routes(model, layers={"first": 1, "second": 3}) as record:
-            x = torch.randn(2, HIDDEN, dtype=torch.float64)
-            moe[1](moe[0](x))
-        assert record.routes().shape == (2, NUM_LAYERS, TOP_K)
-        assert list(named_gates(model)) == ["first", "second"]
+def test_auxiliary_losses_may_take_live_or_replayed_routes(group: EPGroup) -> None:
+    model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 6)
+    with watch_gates(model) as alone:
+        model.layers[1](batch.x)  # type: ignore[operator]
+    with watch_gates(model) as gates, replay_routes(model, batch.routes):
+        model(batch.x)
+    gate, index = gates[0], MOE_LAYERS[0]
+    ranked = torch.softmax(gate.logits, dim=-1).argsort(dim=1, descending=True).tolist()
+    rows = zip(batch.routes[:, index].tolist(), ranked, strict=True)
+    assert gate.topk_ids.tolist() == [with_live(given, order) for given, order in rows]
+    assert gate.live_topk_ids.tolist() == [order[:TOP_K] for order in ranked]
+    assert len(alone) == 1
+    assert torch.equal(alone[0].topk_ids, alone[0].live_topk_ids)
+
+
+@RANKS
+def test_blocks_without_an_index_of_their_own_are_refused_by_name(group: EPGroup) -> None:
+    plain = Plain()
+    moe = [moe_of(layer, group, None) for layer in plain.layers if isinstance(layer, PlainMoE)]
+    model = nn.ModuleDict({"first": moe[0], "second": moe[1]})
+    with pytest.raises(ConfigError, match="expected a separate index"), record_routes(model):
+        pass
+    for layers in ({"first": 1, "second": -1}, {"first": 1, "second": 2, "third": 3}):
         with (
-            pytest.raises(ConfigError, match="Linear has no MoE layer"),
-            record_routes(plain.layers[0]),
+            pytest.raises(ConfigError, match="expected a separate index for each of"),
+            record_routes(model, layers=layers),
         ):
             pass
+    with record_routes(model, layers={"first": 1, "second": 3}) as record:
+        x = torch.randn(2, HIDDEN, dtype=torch.float64)
+        moe[1](moe[0](x))
+    assert record.routes().shape == (2, NUM_LAYERS, TOP_K)
+    assert list(named_gates(model)) == ["first", "second"]
+    with (
+        pytest.raises(ConfigError, match="Linear has no MoE layer"),
+        record_routes(plain.layers[0]),
+    ):
+        pass
 
 
 # A single process returns the weights of the given experts.

@@ -51,12 +51,12 @@ def compute(out: RowsDispatchOutput, first_expert: int) -> Tensor:
 
 
 @pytest.mark.ranks(4)
-def test_soak() -> None:
+def test_soak(group: EPGroup) -> None:
     config = EPConfig(max_tokens_per_rank=MAX_TOKENS)
     spec = MoESpec(
         hidden_size=HIDDEN_SIZE, num_experts=NUM_EXPERTS, top_k=TOP_K, dtype=torch.float32
     )
-    with EPGroup() as group, torch.no_grad():
+    with torch.no_grad():
         dispatchers = [
             DeepEPNormalDispatcher(group, spec, config),
             DeepEPLowLatencyDispatcher(group, spec, config),

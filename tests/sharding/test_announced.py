@@ -41,44 +41,43 @@ def parameter_of(model: OverRanks) -> Tensor:
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", COMMUNICATING)
-def test_anoperation_of_one_rank_is_named_on_all_and_the_group_goes_on(name: str) -> None:
-    with EPGroup() as group:
-        model = OverRanks(group)
-        loss = model(tokens(group.rank)).detach()
-        expected = COMMUNICATING[name](parameter_of(model))
-        text = f"rank 0 is in {name} of an expert parameter while rank 1 is in dispatch of"
+def test_anoperation_of_one_rank_is_named_on_all_and_the_group_goes_on(
+    name: str, group: EPGroup
+) -> None:
+    model = OverRanks(group)
+    loss = model(tokens(group.rank)).detach()
+    expected = COMMUNICATING[name](parameter_of(model))
+    text = f"rank 0 is in {name} of an expert parameter while rank 1 is in dispatch of"
 
-        def call() -> object:
-            if group.rank == 0:
-                return COMMUNICATING[name](parameter_of(model))
-            return model(tokens(group.rank))
-
-        with pytest.raises(HandleError, match=text) as caught:
-            call()
-        assert "to_local()" in str(caught.value)
-        assert torch.equal(model(tokens(group.rank)), loss)
-        again = COMMUNICATING[name](parameter_of(model))
-        assert str(again) == str(expected)
-
-
-@pytest.mark.ranks(NUM_RANKS)
-def test_different_operations_are_named() -> None:
-    with EPGroup() as group:
-        parameter = parameter_of(OverRanks(group))
-        text = "rank 0 is in sum of an expert parameter while rank 1 is in vector_norm of an expert"
-        with pytest.raises(HandleError, match=text):
-            parameter.sum() if group.rank == 0 else parameter.norm()
-        assert parameter.sum().isfinite()
-
-
-@pytest.mark.ranks(NUM_RANKS)
-def test_local_operations_of_one_rank_wait_for_nobody() -> None:
-    with EPGroup() as group:
-        model = OverRanks(group)
+    def call() -> object:
         if group.rank == 0:
-            for run in LOCAL.values():
-                run(parameter_of(model))
-        assert model(tokens(group.rank)).isfinite()
+            return COMMUNICATING[name](parameter_of(model))
+        return model(tokens(group.rank))
+
+    with pytest.raises(HandleError, match=text) as caught:
+        call()
+    assert "to_local()" in str(caught.value)
+    assert torch.equal(model(tokens(group.rank)), loss)
+    again = COMMUNICATING[name](parameter_of(model))
+    assert str(again) == str(expected)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_different_operations_are_named(group: EPGroup) -> None:
+    parameter = parameter_of(OverRanks(group))
+    text = "rank 0 is in sum of an expert parameter while rank 1 is in vector_norm of an expert"
+    with pytest.raises(HandleError, match=text):
+        parameter.sum() if group.rank == 0 else parameter.norm()
+    assert parameter.sum().isfinite()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_local_operations_of_one_rank_wait_for_nobody(group: EPGroup) -> None:
+    model = OverRanks(group)
+    if group.rank == 0:
+        for run in LOCAL.values():
+            run(parameter_of(model))
+    assert model(tokens(group.rank)).isfinite()
 
 
 @pytest.mark.ranks(NUM_RANKS)

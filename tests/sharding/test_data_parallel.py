@@ -65,32 +65,32 @@ def reduce_over_experts(model: nn.Module) -> None:
     ],
 )
 def test_data_parallelism_over_different_experts_is_refused(
-    misuse: Callable[[nn.Module], object], message: str
+    misuse: Callable[[nn.Module], object], message: str, group: EPGroup
 ) -> None:
-    with EPGroup() as group:
-        model = OverRanks(group)
-        before = gather_state_dict(copy.deepcopy(model), group)
-        with pytest.raises(ShapeError, match=message):
-            misuse(model)
-        after = gather_state_dict(model, group)
-        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    model = OverRanks(group)
+    before = gather_state_dict(copy.deepcopy(model), group)
+    with pytest.raises(ShapeError, match=message):
+        misuse(model)
+    after = gather_state_dict(model, group)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_experts_over_the_ranks_of_fsdp_are_refused_by_torch_and_may_be_left_out() -> None:
-    with EPGroup() as group:
-        # docs/troubleshooting.md quotes this message.
-        text = "value was None when it should not be|Cannot concatenate"
-        with pytest.raises((RuntimeError, TypeError), match=text):
-            fully_shard(OverRanks(group))
-        mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("dp",))
-        with pytest.raises((RuntimeError, TypeError), match=text):
-            fully_shard(OverRanks(group).experts, mesh=mesh)
-        model = OverRanks(group)
-        expected = model(tokens(group.rank))
-        scale_expert_gradients(model, 1 / 2)
-        fully_shard(model, ignored_params=set(sharded_parameters(model)))
-        assert torch.equal(model(tokens(group.rank)), expected)
+def test_experts_over_the_ranks_of_fsdp_are_refused_by_torch_and_may_be_left_out(
+    group: EPGroup,
+) -> None:
+    # docs/troubleshooting.md quotes this message.
+    text = "value was None when it should not be|Cannot concatenate"
+    with pytest.raises((RuntimeError, TypeError), match=text):
+        fully_shard(OverRanks(group))
+    mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("dp",))
+    with pytest.raises((RuntimeError, TypeError), match=text):
+        fully_shard(OverRanks(group).experts, mesh=mesh)
+    model = OverRanks(group)
+    expected = model(tokens(group.rank))
+    scale_expert_gradients(model, 1 / 2)
+    fully_shard(model, ignored_params=set(sharded_parameters(model)))
+    assert torch.equal(model(tokens(group.rank)), expected)
 
 
 class Scaled(nn.Module):

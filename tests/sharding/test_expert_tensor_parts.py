@@ -46,8 +46,8 @@ WAYS: dict[str, Parts] = {
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("way", [*WAYS, "assigned", "neighbours"])
-def test_experts_written_one_by_one_are_kept(way: str) -> None:
-    with EPGroup() as group, torch.no_grad():
+def test_experts_written_one_by_one_are_kept(way: str, group: EPGroup) -> None:
+    with torch.no_grad():
         parameter = some_parameter(group)
         values = expected_values(parameter)
         if way in WAYS:
@@ -65,8 +65,10 @@ def test_experts_written_one_by_one_are_kept(way: str) -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_one_expert_is_sent_by_its_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with EPGroup() as group, torch.no_grad():
+def test_one_expert_is_sent_by_its_rank_alone(
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
+    with torch.no_grad():
         parameter = some_parameter(group)
         values = expected_values(parameter)
         parameter.data = values
@@ -87,38 +89,36 @@ def test_one_expert_is_sent_by_its_rank_alone(monkeypatch: pytest.MonkeyPatch) -
     ids=["sum", "mean", "over experts", "in experts"],
 )
 def test_gradient_of_a_sum_is_this_ranks_part(
-    total: Callable[[torch.Tensor], torch.Tensor],
+    total: Callable[[torch.Tensor], torch.Tensor], group: EPGroup
 ) -> None:
-    with EPGroup() as group:
-        parameter = some_parameter(group)
-        total(parameter).backward()
-        assert isinstance(parameter, ExpertTensor)
-        whole = parameter.full_tensor().detach().requires_grad_()
-        total(whole).backward()
-        gradient = parameter.grad
-        is_piece = isinstance(gradient, ExpertTensor)
-        piece = gradient.to_local() if is_piece else own_part(gradient, group)
-        torch.testing.assert_close(piece, own_part(whole.grad, group))
+    parameter = some_parameter(group)
+    total(parameter).backward()
+    assert isinstance(parameter, ExpertTensor)
+    whole = parameter.full_tensor().detach().requires_grad_()
+    total(whole).backward()
+    gradient = parameter.grad
+    is_piece = isinstance(gradient, ExpertTensor)
+    piece = gradient.to_local() if is_piece else own_part(gradient, group)
+    torch.testing.assert_close(piece, own_part(whole.grad, group))
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_gradient_of_some_experts_is_this_ranks_part() -> None:
-    with EPGroup() as group:
-        parameter = some_parameter(group)
-        factors = torch.arange(1.0, NUM_EXPERTS + 1)
-        loss = parameter[0].sum() + parameter[6:8].sum() * 3
-        for expert, factor in zip(parameter, factors, strict=True):
-            loss = loss + expert.sum() * factor
-        loss.backward()
-        expected = factors + torch.tensor([1.0, 0, 0, 0, 0, 0, 3, 3])
-        assert isinstance(parameter.grad, ExpertTensor)
-        whole = expected.view(-1, 1, 1).expand(parameter.shape)
-        assert torch.equal(parameter.grad.to_local(), own_part(whole, group))
+def test_gradient_of_some_experts_is_this_ranks_part(group: EPGroup) -> None:
+    parameter = some_parameter(group)
+    factors = torch.arange(1.0, NUM_EXPERTS + 1)
+    loss = parameter[0].sum() + parameter[6:8].sum() * 3
+    for expert, factor in zip(parameter, factors, strict=True):
+        loss = loss + expert.sum() * factor
+    loss.backward()
+    expected = factors + torch.tensor([1.0, 0, 0, 0, 0, 0, 3, 3])
+    assert isinstance(parameter.grad, ExpertTensor)
+    whole = expected.view(-1, 1, 1).expand(parameter.shape)
+    assert torch.equal(parameter.grad.to_local(), own_part(whole, group))
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_every_other_expert_of_a_rank_is_written() -> None:
-    with EPGroup() as group, torch.no_grad():
+def test_every_other_expert_of_a_rank_is_written(group: EPGroup) -> None:
+    with torch.no_grad():
         parameter = some_parameter(group)
         values = expected_values(parameter)
         for first in (0, 1, 4, 5):
@@ -128,8 +128,8 @@ def test_every_other_expert_of_a_rank_is_written() -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_neighbours_on_several_ranks_are_refused() -> None:
-    with EPGroup() as group, torch.no_grad():
+def test_neighbours_on_several_ranks_are_refused(group: EPGroup) -> None:
+    with torch.no_grad():
         parameter = some_parameter(group)
         with pytest.raises(ShapeError, match=r"experts \[3, 4\] .* are of several ranks"):
             parameter[3:5] = 0.0
@@ -138,29 +138,27 @@ def test_neighbours_on_several_ranks_are_refused() -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_data_that_is_assigned_is_used() -> None:
-    with EPGroup() as group:
-        model = OverRanks(group)
-        parameter = model.experts.get_parameter("down_proj")
-        values = expected_values(parameter)
-        tenfold = copy.deepcopy(parameter)
-        tenfold.data = tenfold.data * 10
-        for value in (values, own_part(values, group).clone(), tenfold.detach()):
-            parameter.data = value
-            local = value.to_local() if isinstance(value, ExpertTensor) else value
-            expected = own_part(local, group) if len(local) == NUM_EXPERTS else local
-            assert torch.equal(piece_of(parameter), expected)
-            assert torch.equal(model.experts.weights.tensors()["down_proj"], expected)
-            assert parameter.shape == values.shape
-        parameter.data = parameter.data.to(torch.bfloat16)
-        assert parameter.dtype is piece_of(parameter).dtype is torch.bfloat16
-        with pytest.raises(ShapeError, match="pass this rank's 4 experts or all 8"):
-            parameter.data = values[:3]
+def test_data_that_is_assigned_is_used(group: EPGroup) -> None:
+    model = OverRanks(group)
+    parameter = model.experts.get_parameter("down_proj")
+    values = expected_values(parameter)
+    tenfold = copy.deepcopy(parameter)
+    tenfold.data = tenfold.data * 10
+    for value in (values, own_part(values, group).clone(), tenfold.detach()):
+        parameter.data = value
+        local = value.to_local() if isinstance(value, ExpertTensor) else value
+        expected = own_part(local, group) if len(local) == NUM_EXPERTS else local
+        assert torch.equal(piece_of(parameter), expected)
+        assert torch.equal(model.experts.weights.tensors()["down_proj"], expected)
+        assert parameter.shape == values.shape
+    parameter.data = parameter.data.to(torch.bfloat16)
+    assert parameter.dtype is piece_of(parameter).dtype is torch.bfloat16
+    with pytest.raises(ShapeError, match="pass this rank's 4 experts or all 8"):
+        parameter.data = values[:3]
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_memory_of_experts_can_be_shared_with_other_processes() -> None:
-    with EPGroup() as group:
-        model = OverRanks(group)
-        model.share_memory()
-        assert all(piece_of(parameter).is_shared() for parameter in model.parameters())
+def test_memory_of_experts_can_be_shared_with_other_processes(group: EPGroup) -> None:
+    model = OverRanks(group)
+    model.share_memory()
+    assert all(piece_of(parameter).is_shared() for parameter in model.parameters())

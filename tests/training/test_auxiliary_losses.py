@@ -132,35 +132,34 @@ def test_the_loss_of_transformers_is_k_times_as_much() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_parts_and_gradients_of_ranks_add_up_to_those_of_one_process() -> None:
-    with EPGroup() as group:
-        # The last rank has no token.
-        sizes = [4 * (rank + 1) for rank in range(group.world_size - 1)] + [0]
-        all_logits = [logits_of(rank, size) for rank, size in enumerate(sizes)]
-        whole = torch.cat(all_logits).requires_grad_()
-        ids = whole.detach().topk(TOP_K).indices
-        parts = zip(whole.softmax(1).split(4), ids.split(4), strict=True)
-        by_sequence = torch.stack([plain_balance(*part) for part in parts]).mean()
-        expected = torch.stack((plain_balance(whole.softmax(1), ids), by_sequence, plain_z(whole)))
-        mine = all_logits[group.rank].clone().requires_grad_()
-        own_ids = mine.detach().topk(TOP_K).indices
-        probabilities = mine.softmax(1)
-        found = torch.stack(
-            (
-                load_balancing_loss(probabilities, own_ids, group=group),
-                sequence_balancing_loss(
-                    probabilities.view(-1, 4, NUM_EXPERTS), own_ids.view(-1, 4, TOP_K), group=group
-                ),
-                z_loss(mine, group=group),
-            )
+def test_parts_and_gradients_of_ranks_add_up_to_those_of_one_process(group: EPGroup) -> None:
+    # The last rank has no token.
+    sizes = [4 * (rank + 1) for rank in range(group.world_size - 1)] + [0]
+    all_logits = [logits_of(rank, size) for rank, size in enumerate(sizes)]
+    whole = torch.cat(all_logits).requires_grad_()
+    ids = whole.detach().topk(TOP_K).indices
+    parts = zip(whole.softmax(1).split(4), ids.split(4), strict=True)
+    by_sequence = torch.stack([plain_balance(*part) for part in parts]).mean()
+    expected = torch.stack((plain_balance(whole.softmax(1), ids), by_sequence, plain_z(whole)))
+    mine = all_logits[group.rank].clone().requires_grad_()
+    own_ids = mine.detach().topk(TOP_K).indices
+    probabilities = mine.softmax(1)
+    found = torch.stack(
+        (
+            load_balancing_loss(probabilities, own_ids, group=group),
+            sequence_balancing_loss(
+                probabilities.view(-1, 4, NUM_EXPERTS), own_ids.view(-1, 4, TOP_K), group=group
+            ),
+            z_loss(mine, group=group),
         )
-        together = group.collectives.all_gather(found.detach()).sum(0)
-        assert relative_error(together, expected) <= SAME
-        weights = torch.tensor([1.0, 0.5, 0.1], dtype=torch.float64)
-        (expected * weights).sum().backward()
-        (found * weights).sum().backward()
-        wanted = whole.grad.split(sizes)[group.rank]
-        torch.testing.assert_close(mine.grad, wanted, rtol=1e-10, atol=1e-15)
+    )
+    together = group.collectives.all_gather(found.detach()).sum(0)
+    assert relative_error(together, expected) <= SAME
+    weights = torch.tensor([1.0, 0.5, 0.1], dtype=torch.float64)
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    wanted = whole.grad.split(sizes)[group.rank]
+    torch.testing.assert_close(mine.grad, wanted, rtol=1e-10, atol=1e-15)
 
 
 @pytest.mark.ranks(2)

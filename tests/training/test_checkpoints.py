@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -27,24 +27,20 @@ from tests.cases.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, expe
 from tests.cases.shared_folder import shared_folder
 from tests.sharding.test_expert_tensor import OPTIMIZERS, backward
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 
 @pytest.mark.ranks(2)
-def test_whole_state_goes_out_and_in_by_torch() -> None:
+def test_whole_state_goes_out_and_in_by_torch(group: EPGroup) -> None:
     whole = {name: tensor * 2 for name, tensor in InOneProcess().state_dict().items()}
-    with EPGroup() as group:
-        for broadcasts in (False, True):
-            model = OverRanks(group)
-            # torch replaces the tensors of the dictionary that it is given.
-            given = {} if broadcasts and group.rank else dict(whole)
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcasts)
-            set_model_state_dict(model, given, options=options)
-            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-            for name, tensor in whole.items():
-                found = state[name]
-                assert torch.equal(found, tensor), name
+    for broadcasts in (False, True):
+        model = OverRanks(group)
+        # torch replaces the tensors of the dictionary that it is given.
+        given = {} if broadcasts and group.rank else dict(whole)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcasts)
+        set_model_state_dict(model, given, options=options)
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        for name, tensor in whole.items():
+            found = state[name]
+            assert torch.equal(found, tensor), name
 
 
 def saved_and_loaded(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -70,31 +66,30 @@ def of_the_other_rank(model: OverRanks) -> dict[str, Tensor]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_goes_on_from_the_state_of_its_own_rank_alone(name: str) -> None:
+def test_optimizer_goes_on_from_the_state_of_its_own_rank_alone(name: str, group: EPGroup) -> None:
     def step(training: OverRanks, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         backward(training, group)
         optimizer.step()
 
-    with EPGroup() as group:
-        model = OverRanks(group)
-        optimizer = OPTIMIZERS[name](list(model.parameters()))
-        step(model, optimizer)
-        other = copy.deepcopy(model)
-        resumed = OPTIMIZERS[name](list(other.parameters()))
-        files = files_of_ranks(optimizer.state_dict())
-        resumed.load_state_dict(torch.load(files[group.rank]))
-        for each in ((model, optimizer), (other, resumed)):
-            step(*each)
-        wanted = gather_state_dict(model, group)
-        found = gather_state_dict(other, group)
-        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-        resumed.load_state_dict(torch.load(files[1 - group.rank]))
-        message = r"\.step: .* that rank \(\d,\) of 2 saved .* expected that of rank \(\d,\) of 2"
-        with pytest.raises(ShapeError, match=message):
-            resumed.step()
-        after = gather_state_dict(other, group)
-        assert all(torch.equal(after[name], tensor) for name, tensor in found.items())
+    model = OverRanks(group)
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    step(model, optimizer)
+    other = copy.deepcopy(model)
+    resumed = OPTIMIZERS[name](list(other.parameters()))
+    files = files_of_ranks(optimizer.state_dict())
+    resumed.load_state_dict(torch.load(files[group.rank]))
+    for each in ((model, optimizer), (other, resumed)):
+        step(*each)
+    wanted = gather_state_dict(model, group)
+    found = gather_state_dict(other, group)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    resumed.load_state_dict(torch.load(files[1 - group.rank]))
+    message = r"\.step: .* that rank \(\d,\) of 2 saved .* expected that of rank \(\d,\) of 2"
+    with pytest.raises(ShapeError, match=message):
+        resumed.step()
+    after = gather_state_dict(other, group)
+    assert all(torch.equal(after[name], tensor) for name, tensor in found.items())
 
 
 def without_origin(model: OverRanks) -> dict[str, Tensor]:
@@ -112,13 +107,12 @@ def of_one_rank(model: OverRanks) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks(2)
-def test_own_state_is_loaded_from_a_file_of_torch() -> None:
-    with EPGroup() as group:
-        model = OverRanks(group)
-        doubled = {name: tensor * 2 for name, tensor in model.state_dict().items()}
-        model.load_state_dict(saved_and_loaded(doubled))
-        gathered, before = gather_state_dict(model, group), InOneProcess().state_dict()
-        assert all(torch.equal(gathered[name], 2 * tensor) for name, tensor in before.items())
+def test_own_state_is_loaded_from_a_file_of_torch(group: EPGroup) -> None:
+    model = OverRanks(group)
+    doubled = {name: tensor * 2 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(saved_and_loaded(doubled))
+    gathered, before = gather_state_dict(model, group), InOneProcess().state_dict()
+    assert all(torch.equal(gathered[name], 2 * tensor) for name, tensor in before.items())
 
 
 @pytest.mark.ranks(2)
@@ -131,17 +125,16 @@ def test_own_state_is_loaded_from_a_file_of_torch() -> None:
     ],
 )
 def test_experts_of_others_are_refused(
-    state_of: Callable[[OverRanks], dict[str, Tensor]], message: str
+    state_of: Callable[[OverRanks], dict[str, Tensor]], message: str, group: EPGroup
 ) -> None:
-    with EPGroup() as group:
-        model = OverRanks(group)
-        before = gather_state_dict(model, group)
-        state = state_of(model)
-        with pytest.raises(ShapeError, match=message):
-            model.load_state_dict({name: tensor * 2 for name, tensor in state.items()})
-        after = gather_state_dict(model, group)
-        name = "experts.down_proj"
-        assert torch.equal(after[name], before[name])
+    model = OverRanks(group)
+    before = gather_state_dict(model, group)
+    state = state_of(model)
+    with pytest.raises(ShapeError, match=message):
+        model.load_state_dict({name: tensor * 2 for name, tensor in state.items()})
+    after = gather_state_dict(model, group)
+    name = "experts.down_proj"
+    assert torch.equal(after[name], before[name])
 
 
 def tensor_by_tensor(model: OverRanks, whole: Mapping[str, Tensor], group: EPGroup) -> None:
@@ -183,16 +176,15 @@ def test_layer_built_on_meta_is_filled_by(
 
 
 @pytest.mark.mpi_ranks(2)
-def test_without_a_mesh_state_says_whose_it_is(ep_ranks: MPI.Comm) -> None:
-    with EPGroup(ep_ranks) as group:
-        model = OverRanks(group)
-        assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
-        wanted = {name: tensor * 2 for name, tensor in gather_state_dict(model, group).items()}
-        assert wanted["experts.down_proj"].shape[0] == NUM_EXPERTS
-        load_full_state_dict(model, wanted)
-        model.load_state_dict(saved_and_loaded(model.state_dict()))
-        gathered = gather_state_dict(model, group)
-        assert all(torch.equal(gathered[name], tensor) for name, tensor in wanted.items())
-        with pytest.raises(ShapeError, match="nothing says which"):
-            model.load_state_dict(dict(model.state_dict()))
-        assert len(sharded_parameters(copy.deepcopy(model))) == 2
+def test_without_a_mesh_state_says_whose_it_is(group: EPGroup) -> None:
+    model = OverRanks(group)
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    wanted = {name: tensor * 2 for name, tensor in gather_state_dict(model, group).items()}
+    assert wanted["experts.down_proj"].shape[0] == NUM_EXPERTS
+    load_full_state_dict(model, wanted)
+    model.load_state_dict(saved_and_loaded(model.state_dict()))
+    gathered = gather_state_dict(model, group)
+    assert all(torch.equal(gathered[name], tensor) for name, tensor in wanted.items())
+    with pytest.raises(ShapeError, match="nothing says which"):
+        model.load_state_dict(dict(model.state_dict()))
+    assert len(sharded_parameters(copy.deepcopy(model))) == 2

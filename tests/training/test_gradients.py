@@ -122,115 +122,113 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": in_ddp, "fsdp": 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize(("wrapper", "is_checkpointed"), [("ddp", True), ("fsdp", True)])
 def test_expert_gradients_scaled_by_one_over_w_match_a_mean_over_ranks(
-    wrapper: str, is_checkpointed: bool
+    wrapper: str, is_checkpointed: bool, group: EPGroup
 ) -> None:
-    with EPGroup() as group:
-        model = spread(group)
-        model.is_checkpointed = is_checkpointed
-        wrapped = WRAPPERS[wrapper](model)
-        wrapped(tokens(group.rank).to(group.device)).backward()
-        check(wrapped, group, expected_gradients())
+    model = spread(group)
+    model.is_checkpointed = is_checkpointed
+    wrapped = WRAPPERS[wrapper](model)
+    wrapped(tokens(group.rank).to(group.device)).backward()
+    check(wrapped, group, expected_gradients())
 
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("wrapper", [None, *WRAPPERS])
-def test_rank_without_data_takes_an_idle_step(wrapper: str | None) -> None:
+def test_rank_without_data_takes_an_idle_step(wrapper: str | None, group: EPGroup) -> None:
     busy = [1]
-    with EPGroup() as group:
-        model = spread(group)
-        x = tokens(group.rank).to(group.device)
-        if wrapper is None:
-            scale_expert_gradients(model, 1 / NUM_RANKS)
-        wrapped = model if wrapper is None else WRAPPERS[wrapper](model)
-        if group.rank in busy:
-            wrapped(x).backward()
-        elif wrapper is None:
-            idle_step(wrapped)
-        else:
-            idle_step(wrapped, run_token=lambda: wrapped(x[:, :1]))
-        if wrapper is None:
-            sum_replicated_gradients(model, group)
-            for parameter in model.parameters():
-                if not is_expert_tensor(parameter) and parameter.grad is not None:
-                    parameter.grad /= NUM_RANKS
-        check(wrapped, group, expected_gradients(busy))
-        with torch.no_grad():
-            wrapped(x) if group.rank in busy else idle_step(wrapped, run_token=lambda: wrapped(x))
+    model = spread(group)
+    x = tokens(group.rank).to(group.device)
+    if wrapper is None:
+        scale_expert_gradients(model, 1 / NUM_RANKS)
+    wrapped = model if wrapper is None else WRAPPERS[wrapper](model)
+    if group.rank in busy:
+        wrapped(x).backward()
+    elif wrapper is None:
+        idle_step(wrapped)
+    else:
+        idle_step(wrapped, run_token=lambda: wrapped(x[:, :1]))
+    if wrapper is None:
+        sum_replicated_gradients(model, group)
+        for parameter in model.parameters():
+            if not is_expert_tensor(parameter) and parameter.grad is not None:
+                parameter.grad /= NUM_RANKS
+    check(wrapped, group, expected_gradients(busy))
+    with torch.no_grad():
+        wrapped(x) if group.rank in busy else idle_step(wrapped, run_token=lambda: wrapped(x))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("wrapper", "name"), [("ddp", "DDP"), ("fsdp", "FSDP")])
-def test_idle_step_of_a_wrapped_model_wants_to_know_how_to_run_it(wrapper: str, name: str) -> None:
-    with EPGroup() as group:
-        model = WRAPPERS[wrapper](OverRanks(group))
-        with pytest.raises(ConfigError, match=rf"is inside {name}, .*pass run_token=lambda"):
-            idle_step(model)
-        # DDP exchanges nothing in evaluation.
-        if wrapper == "ddp":
-            with torch.no_grad():
-                model(expert_tokens(0)) if group.rank else idle_step(model)
+def test_idle_step_of_a_wrapped_model_wants_to_know_how_to_run_it(
+    wrapper: str, name: str, group: EPGroup
+) -> None:
+    model = WRAPPERS[wrapper](OverRanks(group))
+    with pytest.raises(ConfigError, match=rf"is inside {name}, .*pass run_token=lambda"):
+        idle_step(model)
+    # DDP exchanges nothing in evaluation.
+    if wrapper == "ddp":
+        with torch.no_grad():
+            model(expert_tokens(0)) if group.rank else idle_step(model)
 
 
 @pytest.mark.ranks(MORE_RANKS)
-def test_sum_of_gradients_is_bit_equal_on_all_ranks_and_counts_missing_ones_as_zero() -> None:
-    with EPGroup() as group:
-        model = nn.Module()
-        generator = torch.Generator().manual_seed(group.rank)
-        shapes = {"a": (7,), "b": (2, 3), "c": (1,)}
-        for name, shape in shapes.items():
-            parameter = nn.Parameter(torch.zeros(shape, device=group.device))
-            model.register_parameter(name, parameter)
-            if not (name == "b" and group.rank == 1):
-                parameter.grad = torch.randn(shape, generator=generator).to(group.device)
-        model.register_parameter(
-            "narrow_one", nn.Parameter(torch.zeros(3, dtype=torch.bfloat16, device=group.device))
-        )
-        model.narrow_one.grad = torch.full_like(model.narrow_one, 1.0 + group.rank)  # type: ignore[union-attr]
-        before = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in model.named_parameters()
-        }
-        sum_replicated_gradients(model, group)
-        for name, parameter in model.named_parameters():
-            parts = group.collectives.all_gather(before[name])
-            torch.testing.assert_close(parameter.grad, parts.sum(0))
-            everyones = group.collectives.all_gather(parameter.grad.contiguous())
-            assert torch.equal(everyones, parameter.grad.expand_as(everyones))
+def test_sum_of_gradients_is_bit_equal_on_all_ranks_and_counts_missing_ones_as_zero(
+    group: EPGroup,
+) -> None:
+    model = nn.Module()
+    generator = torch.Generator().manual_seed(group.rank)
+    shapes = {"a": (7,), "b": (2, 3), "c": (1,)}
+    for name, shape in shapes.items():
+        parameter = nn.Parameter(torch.zeros(shape, device=group.device))
+        model.register_parameter(name, parameter)
+        if not (name == "b" and group.rank == 1):
+            parameter.grad = torch.randn(shape, generator=generator).to(group.device)
+    model.register_parameter(
+        "narrow_one", nn.Parameter(torch.zeros(3, dtype=torch.bfloat16, device=group.device))
+    )
+    model.narrow_one.grad = torch.full_like(model.narrow_one, 1.0 + group.rank)  # type: ignore[union-attr]
+    before = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
+    sum_replicated_gradients(model, group)
+    for name, parameter in model.named_parameters():
+        parts = group.collectives.all_gather(before[name])
+        torch.testing.assert_close(parameter.grad, parts.sum(0))
+        everyones = group.collectives.all_gather(parameter.grad.contiguous())
+        assert torch.equal(everyones, parameter.grad.expand_as(everyones))
 
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_state_and_clip_beside_data_parallelism(wrapper: str) -> None:
-    with EPGroup() as group:
-        wrapped = WRAPPERS[wrapper](spread(group))
-        state = gather_state_dict(wrapped, group)
-        prefix = "module." if wrapper == "ddp" else ""
-        for name, tensor in TinyModel().state_dict().items():
-            assert torch.equal(state[f"{prefix}{name}"].cpu(), tensor), name
-        wrapped(tokens(group.rank).to(group.device)).backward()
-        if wrapper == "fsdp":
-            with pytest.raises(ConfigError, match="a parameter is a DTensor"):
-                sum_replicated_gradients(wrapped, group)
-        expected = expected_gradients()
-        wanted = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-        norm = clip_grad_norm(wrapped, group, float(wanted) / 4)
-        assert relative_error(norm, wanted.to(group.device)) <= FP32_TOLERANCE
-        check(wrapped, group, {name: gradient / 4 for name, gradient in expected.items()})
-        assert float(clip_grad_norm(wrapped, group, 1e9)) <= float(wanted) / 4 * (1 + 1e-5)
-        check(wrapped, group, {name: gradient / 4 for name, gradient in expected.items()})
+def test_state_and_clip_beside_data_parallelism(wrapper: str, group: EPGroup) -> None:
+    wrapped = WRAPPERS[wrapper](spread(group))
+    state = gather_state_dict(wrapped, group)
+    prefix = "module." if wrapper == "ddp" else ""
+    for name, tensor in TinyModel().state_dict().items():
+        assert torch.equal(state[f"{prefix}{name}"].cpu(), tensor), name
+    wrapped(tokens(group.rank).to(group.device)).backward()
+    if wrapper == "fsdp":
+        with pytest.raises(ConfigError, match="a parameter is a DTensor"):
+            sum_replicated_gradients(wrapped, group)
+    expected = expected_gradients()
+    wanted = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    norm = clip_grad_norm(wrapped, group, float(wanted) / 4)
+    assert relative_error(norm, wanted.to(group.device)) <= FP32_TOLERANCE
+    check(wrapped, group, {name: gradient / 4 for name, gradient in expected.items()})
+    assert float(clip_grad_norm(wrapped, group, 1e9)) <= float(wanted) / 4 * (1 + 1e-5)
+    check(wrapped, group, {name: gradient / 4 for name, gradient in expected.items()})
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_idle_step_beside_ranks_that_train_the_head_alone() -> None:
-    with EPGroup() as group:
-        model = spread(group)
-        for parameter in [*model.embed.parameters(), *model.blocks.parameters()]:
-            parameter.requires_grad_(False)
-        if group.rank == 0:
-            model(tokens(0).to(group.device)).backward()
-            assert model.head.weight.grad is not None
-        else:
-            idle_step(model)
+def test_idle_step_beside_ranks_that_train_the_head_alone(group: EPGroup) -> None:
+    model = spread(group)
+    for parameter in [*model.embed.parameters(), *model.blocks.parameters()]:
+        parameter.requires_grad_(False)
+    if group.rank == 0:
+        model(tokens(0).to(group.device)).backward()
+        assert model.head.weight.grad is not None
+    else:
+        idle_step(model)
 
 
 @pytest.mark.ranks(1, slow=(2,))
@@ -283,16 +281,15 @@ class DispatchesOnce(nn.Module):
 
 
 @pytest.mark.ranks(2)
-def test_export_is_refused_before_anything_is_sent() -> None:
-    with EPGroup() as group:
-        model, x = OverRanks(group), expert_tokens(group.rank)
-        for exported, name in (
-            (model, "ExpertParallelExperts.forward"),
-            (DispatchesOnce(model), "Dispatcher.dispatch"),
-        ):
-            with pytest.raises(ConfigError, match=f"^torch.export: {name} cannot be exported"):
-                torch.export.export(exported, (x,))
-        model(x).backward()
+def test_export_is_refused_before_anything_is_sent(group: EPGroup) -> None:
+    model, x = OverRanks(group), expert_tokens(group.rank)
+    for exported, name in (
+        (model, "ExpertParallelExperts.forward"),
+        (DispatchesOnce(model), "Dispatcher.dispatch"),
+    ):
+        with pytest.raises(ConfigError, match=f"^torch.export: {name} cannot be exported"):
+            torch.export.export(exported, (x,))
+    model(x).backward()
 
 
 def sums(model: OverRanks, mesh: DeviceMesh, groups: Groups) -> nn.Module:

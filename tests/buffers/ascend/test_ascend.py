@@ -143,9 +143,9 @@ def run_buffer(scenario: str, backend: str, wire: str) -> None:
 @pytest.mark.parametrize("backend", CASES)
 @pytest.mark.parametrize("scenario", ["empty_rank", "interleaved"])
 def test_layer_on_ascend_equals_the_oracle(
-    scenario: str, backend: str, wire: WireDtype | None
+    scenario: str, backend: str, wire: WireDtype | None, group: EPGroup
 ) -> None:
-    with EPGroup() as group, hidden_size_of(group) as hidden_size:
+    with hidden_size_of(group) as hidden_size:
         config = replace(CASES[backend].config, backend="ascend", dispatch_dtype=wire)
         env = layer_suite.pipeline_env(group, config, hidden_size=hidden_size, dtype=torch.bfloat16)
         layer_suite.run_scenario(scenario, replace(env, has_gradients=False))
@@ -153,10 +153,10 @@ def test_layer_on_ascend_equals_the_oracle(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", CASES)
-def test_w8a8_experts_equal_a_float64_model(backend: str) -> None:
+def test_w8a8_experts_equal_a_float64_model(backend: str, group: EPGroup) -> None:
     """The vendor's operators through all buffers, each store in bfloat16 followed."""
     spec = replace(buffer_suite.BATCH_SPECS["uneven"], hidden_size=HIDDEN, dtype=torch.bfloat16)
-    with EPGroup() as group, torch.no_grad():
+    with torch.no_grad():
         plain = make_weights(spec, group.world_size, intermediate_size=128)
         weights = Int8ChannelWeights.from_unquantized(plain)
         batch = without_halves(make_batch(spec, group.rank, group.world_size))
@@ -172,19 +172,18 @@ def test_w8a8_experts_equal_a_float64_model(backend: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", CASES)
-def test_unquantised_experts_equal_the_oracle(backend: str) -> None:
-    with EPGroup() as group:
-        config = replace(CASES[backend].config, backend="ascend", runner="ascend")
-        env = layer_suite.pipeline_env(group, config, hidden_size=HIDDEN, dtype=torch.bfloat16)
-        layer_suite.run_scenario("holes", replace(env, has_gradients=False))
+def test_unquantised_experts_equal_the_oracle(backend: str, group: EPGroup) -> None:
+    config = replace(CASES[backend].config, backend="ascend", runner="ascend")
+    env = layer_suite.pipeline_env(group, config, hidden_size=HIDDEN, dtype=torch.bfloat16)
+    layer_suite.run_scenario("holes", replace(env, has_gradients=False))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", CASES)
-def test_what_lies_in_padding_does_not_matter(backend: str) -> None:
+def test_what_lies_in_padding_does_not_matter(backend: str, group: EPGroup) -> None:
     """A token without an expert is sent, and its y is zero."""
     spec = replace(buffer_suite.BATCH_SPECS["uneven"], hidden_size=HIDDEN, dtype=torch.bfloat16)
-    with EPGroup() as group, torch.no_grad():
+    with torch.no_grad():
         batch = make_batch(spec, group.rank, group.world_size)
         config = replace(CASES[backend].config, backend="ascend", dispatch_dtype=WireDtype.INT8)
         weights = make_weights(spec, group.world_size, intermediate_size=16)

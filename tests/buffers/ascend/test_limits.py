@@ -191,27 +191,26 @@ SET_ON_RANK_1 = [
 
 
 @pytest.mark.ranks(2)
-def test_buffers_opened_without_a_plan_look_at_the_variables_too() -> None:
+def test_buffers_opened_without_a_plan_look_at_the_variables_too(group: EPGroup) -> None:
     cases = [
         (backend, variables, wanted)
         for backends, variables, wanted in SET_ON_RANK_1
         for backend in backends
     ]
-    with EPGroup() as group:
-        # More than the 21 tokens that low latency has capacity for in 1 MiB, and no two alike: an
-        # open buffer is not opened again.
-        for number, (backend, variables, wanted) in enumerate(cases, start=22):
-            spec = replace(SPECS[backend], max_tokens_per_rank=number)
-            with pytest.MonkeyPatch.context() as patch:
-                for name, value in variables.items():
-                    if group.rank == 1:
-                        patch.setenv(name, value)
-                with pytest.raises((BackendUnavailable, ConfigError)) as caught:
-                    group.open_buffer(backend, spec)
-            assert wanted in str(caught.value)
-            assert f"this is rank {group.rank} of 2" in str(caught.value)
-            # Nothing was opened, and the group is unchanged.
-            group.open_buffer(backend, spec)
+    # More than the 21 tokens that low latency has capacity for in 1 MiB, and no two alike: an
+    # open buffer is not opened again.
+    for number, (backend, variables, wanted) in enumerate(cases, start=22):
+        spec = replace(SPECS[backend], max_tokens_per_rank=number)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                if group.rank == 1:
+                    patch.setenv(name, value)
+            with pytest.raises((BackendUnavailable, ConfigError)) as caught:
+                group.open_buffer(backend, spec)
+        assert wanted in str(caught.value)
+        assert f"this is rank {group.rank} of 2" in str(caught.value)
+        # Nothing was opened, and the group is unchanged.
+        group.open_buffer(backend, spec)
 
 
 @pytest.mark.ranks(2)
@@ -319,8 +318,8 @@ def test_more_tokens_than_the_rounds_hold_are_refused(
 
 
 @pytest.mark.ranks(2)
-def test_an_expert_twice_in_a_row_is_refused_on_all_ranks() -> None:
-    with EPGroup() as group, torch.no_grad():
+def test_an_expert_twice_in_a_row_is_refused_on_all_ranks(group: EPGroup) -> None:
+    with torch.no_grad():
         ids = [[3, 1], [-1, -1], [4, 4]] if group.rank == 1 else [[3, 1], [-1, 0], [4, 5]]
         config = config_of(NORMAL, check_calls=True)
         normal = DeepEPNormalDispatcher(group, LAYER, config)

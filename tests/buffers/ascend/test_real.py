@@ -46,53 +46,51 @@ pytestmark = [pytest.mark.real_npu, pytest.mark.skipif(bool(REASON), reason=REAS
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("backend", CASES)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_buffer_keeps_its_contract(scenario: str, backend: str, wire: str) -> None:
-    with EPGroup() as group:
-        env = buffer_suite.BufferEnv(
-            group=group,
-            backend=backend,
-            mode=CASES[backend].mode,
-            wire=WIRES[wire],
-            hidden_size=HIDDEN,
-            dtype=torch.bfloat16,
-            poisons=False,
-            fills_batches=backend != "AscendStandardBuffer",
-        )
-        buffer_suite.run_scenario(scenario, env)
+def test_buffer_keeps_its_contract(scenario: str, backend: str, wire: str, group: EPGroup) -> None:
+    env = buffer_suite.BufferEnv(
+        group=group,
+        backend=backend,
+        mode=CASES[backend].mode,
+        wire=WIRES[wire],
+        hidden_size=HIDDEN,
+        dtype=torch.bfloat16,
+        poisons=False,
+        fills_batches=backend != "AscendStandardBuffer",
+    )
+    buffer_suite.run_scenario(scenario, env)
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("wire", [None, WireDtype.INT8])
 @pytest.mark.parametrize("backend", CASES)
 @pytest.mark.parametrize("scenario", LAYER_SCENARIOS)
-def test_layer_equals_the_oracle(scenario: str, backend: str, wire: WireDtype | None) -> None:
-    with EPGroup() as group:
-        config = replace(CASES[backend].config, backend="ascend", dispatch_dtype=wire)
-        env = layer_suite.pipeline_env(group, config, hidden_size=HIDDEN, dtype=torch.bfloat16)
-        layer_suite.run_scenario(scenario, replace(env, has_gradients=False, poisons=False))
+def test_layer_equals_the_oracle(
+    scenario: str, backend: str, wire: WireDtype | None, group: EPGroup
+) -> None:
+    config = replace(CASES[backend].config, backend="ascend", dispatch_dtype=wire)
+    env = layer_suite.pipeline_env(group, config, hidden_size=HIDDEN, dtype=torch.bfloat16)
+    layer_suite.run_scenario(scenario, replace(env, has_gradients=False, poisons=False))
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("backend", CASES)
-def test_w8a8_layer_equals_a_float64_model(backend: str, runner: str) -> None:
-    with EPGroup() as group:
-        base, own = CASES[backend].config, RUNNERS[runner]
-        config = replace(
-            base,
-            backend=backend,
-            runner=runner,
-            dispatch_dtype=own.dispatch_dtype,
-            int8_profile=own.int8_profile,
-        )
-        check_w8a8_layer(group, config, HIDDEN)
+def test_w8a8_layer_equals_a_float64_model(backend: str, runner: str, group: EPGroup) -> None:
+    base, own = CASES[backend].config, RUNNERS[runner]
+    config = replace(
+        base,
+        backend=backend,
+        runner=runner,
+        dispatch_dtype=own.dispatch_dtype,
+        int8_profile=own.int8_profile,
+    )
+    check_w8a8_layer(group, config, HIDDEN)
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("runner", ["ascend", "ascend_nz"])
 @pytest.mark.parametrize("backend", CASES)
-def test_unquantised_layer_equals_the_oracle(backend: str, runner: str) -> None:
-    with EPGroup() as group:
-        config = replace(CASES[backend].config, backend="ascend", runner=runner)
-        env = layer_suite.pipeline_env(group, config, hidden_size=HIDDEN, dtype=torch.bfloat16)
-        layer_suite.run_scenario("holes", replace(env, has_gradients=False, poisons=False))
+def test_unquantised_layer_equals_the_oracle(backend: str, runner: str, group: EPGroup) -> None:
+    config = replace(CASES[backend].config, backend="ascend", runner=runner)
+    env = layer_suite.pipeline_env(group, config, hidden_size=HIDDEN, dtype=torch.bfloat16)
+    layer_suite.run_scenario("holes", replace(env, has_gradients=False, poisons=False))

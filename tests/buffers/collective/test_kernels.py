@@ -50,27 +50,24 @@ def normal_mode_cases() -> list[object]:
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("scenario", normal_mode_cases())
-def test_normal_mode_keeps_its_contract(scenario: str) -> None:
-    with EPGroup() as group:
-        buffer_suite.run_scenario(scenario, env_of(group, "CollectiveBuffer"))
+def test_normal_mode_keeps_its_contract(scenario: str, group: EPGroup) -> None:
+    buffer_suite.run_scenario(scenario, env_of(group, "CollectiveBuffer"))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("backend", [name for name in MODES if name != "CollectiveBuffer"])
 @pytest.mark.parametrize("scenario", ["aligned_holes"])
-def test_other_modes_keep_their_contract(backend: str, scenario: str) -> None:
-    with EPGroup() as group:
-        buffer_suite.run_scenario(scenario, env_of(group, backend))
+def test_other_modes_keep_their_contract(backend: str, scenario: str, group: EPGroup) -> None:
+    buffer_suite.run_scenario(scenario, env_of(group, backend))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("_kernels")
-def test_quantised_rows_of_several_blocks_arrive() -> None:
+def test_quantised_rows_of_several_blocks_arrive(group: EPGroup) -> None:
     spec = replace(buffer_suite.BATCH_SPECS["holes"], hidden_size=300, dtype=torch.bfloat16)
-    with EPGroup() as group:
-        env = replace(env_of(group, "CollectiveBuffer"), wire=FP8_FLOAT32_SCALES)
-        buffer_suite.check_batch(env, spec)
+    env = replace(env_of(group, "CollectiveBuffer"), wire=FP8_FLOAT32_SCALES)
+    buffer_suite.check_batch(env, spec)
 
 
 @pytest.mark.ranks(2)
@@ -83,10 +80,9 @@ def test_quantised_rows_of_several_blocks_arrive() -> None:
         pytest.param(Mode.STANDARD, "uneven", marks=pytest.mark.slow),
     ],
 )
-def test_gradients_pass_the_same_kernels(mode: Mode, scenario: str) -> None:
-    with EPGroup() as group:
-        config = EPConfig(mode=mode, backend="collective")
-        layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, config))
+def test_gradients_pass_the_same_kernels(mode: Mode, scenario: str, group: EPGroup) -> None:
+    config = EPConfig(mode=mode, backend="collective")
+    layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, config))
 
 
 @pytest.mark.ranks(1)

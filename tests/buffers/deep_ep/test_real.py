@@ -54,26 +54,25 @@ pytestmark = [pytest.mark.real_deep_ep, pytest.mark.skipif(bool(REASON), reason=
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(("backend", "scenario"), [run for run in RUNS if run[0] in BACKENDS])
-def test_buffer_keeps_its_contract(backend: str, scenario: str, wire: str) -> None:
-    with EPGroup() as group:
-        env = replace(buffer_env(backend, group, wire), poisons=False)
-        buffer_suite.run_scenario(scenario, env)
+def test_buffer_keeps_its_contract(backend: str, scenario: str, wire: str, group: EPGroup) -> None:
+    env = replace(buffer_env(backend, group, wire), poisons=False)
+    buffer_suite.run_scenario(scenario, env)
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("wire", [None, WireDtype.FP8_E4M3])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scenario", LAYER_SCENARIOS)
-def test_layer_equals_the_oracle(scenario: str, backend: str, wire: WireDtype | None) -> None:
-    with EPGroup() as group:
-        env = replace(layer_env(backend, group, wire), poisons=False)
-        layer_suite.run_scenario(scenario, env)
+def test_layer_equals_the_oracle(
+    scenario: str, backend: str, wire: WireDtype | None, group: EPGroup
+) -> None:
+    env = replace(layer_env(backend, group, wire), poisons=False)
+    layer_suite.run_scenario(scenario, env)
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", TRAINABLE)
 @pytest.mark.parametrize("scenario", layer_suite.GRADIENT_SCENARIOS)
-def test_layer_trains_like_the_oracle(scenario: str, backend: str) -> None:
-    with EPGroup() as group:
-        env = replace(layer_env(backend, group), poisons=False)
-        layer_suite.run_scenario(scenario, env)
+def test_layer_trains_like_the_oracle(scenario: str, backend: str, group: EPGroup) -> None:
+    env = replace(layer_env(backend, group), poisons=False)
+    layer_suite.run_scenario(scenario, env)

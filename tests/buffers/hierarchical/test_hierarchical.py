@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ from epcomm.spec import HostLayout
 from epcomm.testing import buffer_suite
 from epcomm.testing.data import BatchSpec
 from epcomm.types import RowsPer
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # Ranks of a host are contiguous, or strided as in a mesh whose first dimension is inside hosts.
 LAYOUTS = MappingProxyType(
@@ -37,9 +33,8 @@ def env_of(group: EPGroup, layout: str) -> buffer_suite.BufferEnv:
 
 @pytest.mark.mpi_ranks(4)
 @pytest.mark.parametrize("scenario", ["uneven", "faults", "combine_faults"])
-def test_two_hosts_over_mpi_keep_the_contract(scenario: str, ep_ranks: MPI.Comm) -> None:
-    with EPGroup(ep_ranks) as group:
-        buffer_suite.run_scenario(scenario, env_of(group, "neighbours"))
+def test_two_hosts_over_mpi_keep_the_contract(scenario: str, group: EPGroup) -> None:
+    buffer_suite.run_scenario(scenario, env_of(group, "neighbours"))
 
 
 # Scenarios whose rows and counts the two buffers inside could treat in another way than either of
@@ -58,10 +53,9 @@ SCENARIOS = [
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_two_hosts_of_two_ranks_keep_the_contract(scenario: str) -> None:
-    with EPGroup() as group:
-        env = env_of(group, "apart" if scenario == "uneven" else "neighbours")
-        buffer_suite.run_scenario(scenario, env)
+def test_two_hosts_of_two_ranks_keep_the_contract(scenario: str, group: EPGroup) -> None:
+    env = env_of(group, "apart" if scenario == "uneven" else "neighbours")
+    buffer_suite.run_scenario(scenario, env)
 
 
 def on_every_rank(num_tokens: int, top_k: int, num_experts: int, _: torch.Generator) -> Tensor:
@@ -72,18 +66,15 @@ def on_every_rank(num_tokens: int, top_k: int, num_experts: int, _: torch.Genera
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_largest_call_sends_the_bytes_that_are_predicted(layout: str) -> None:
-    with EPGroup() as group:
-        env = env_of(group, layout)
-        spec = env.adapted(
-            BatchSpec(top_k=4, tokens_of_rank=lambda *_: 3, choose_ids=on_every_rank)
-        )
-        buffer, batches = env.open(spec), env.batches(spec)
-        out = buffer.dispatch(buffer_suite.make_call(batches[group.rank]))
-        buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW)
-        call = CallShape.most(3, 4, group.world_size, env.hosts)
-        predicted = type(buffer).wire_bytes(env.buffer_spec(spec), call)
-        # For 3 tokens, one row is sent to the other host, and its sum is returned.
-        row = RowBytes.of(env.buffer_spec(spec))
-        assert predicted.bytes_between == 3 * (row.dispatch + row.combine)
-        assert buffer.traffic() == predicted
+def test_the_largest_call_sends_the_bytes_that_are_predicted(layout: str, group: EPGroup) -> None:
+    env = env_of(group, layout)
+    spec = env.adapted(BatchSpec(top_k=4, tokens_of_rank=lambda *_: 3, choose_ids=on_every_rank))
+    buffer, batches = env.open(spec), env.batches(spec)
+    out = buffer.dispatch(buffer_suite.make_call(batches[group.rank]))
+    buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW)
+    call = CallShape.most(3, 4, group.world_size, env.hosts)
+    predicted = type(buffer).wire_bytes(env.buffer_spec(spec), call)
+    # For 3 tokens, one row is sent to the other host, and its sum is returned.
+    row = RowBytes.of(env.buffer_spec(spec))
+    assert predicted.bytes_between == 3 * (row.dispatch + row.combine)
+    assert buffer.traffic() == predicted

@@ -46,16 +46,15 @@ def env_of(group: EPGroup) -> BufferEnv:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_a_block_of_each_rank_is_seen_by_all_and_has_no_name() -> None:
-    with EPGroup() as group:
-        memory = HostMemory(group.calls, 100, phase="test")
-        links = [os.fstat(file).st_nlink for file in memory._files]
-        assert links == [0] * NUM_RANKS, "names that a process which is killed would leave"
-        assert [int(block.sum()) for block in memory.blocks] == [0, 0], "zero at first"
-        group.calls.gather_records({})
-        memory.blocks[1 - group.rank][5] = 7 + group.rank
-        group.calls.gather_records({})
-        assert int(memory.blocks[group.rank][5]) == 7 + (1 - group.rank)
+def test_a_block_of_each_rank_is_seen_by_all_and_has_no_name(group: EPGroup) -> None:
+    memory = HostMemory(group.calls, 100, phase="test")
+    links = [os.fstat(file).st_nlink for file in memory._files]
+    assert links == [0] * NUM_RANKS, "names that a process which is killed would leave"
+    assert [int(block.sum()) for block in memory.blocks] == [0, 0], "zero at first"
+    group.calls.gather_records({})
+    memory.blocks[1 - group.rank][5] = 7 + group.rank
+    group.calls.gather_records({})
+    assert int(memory.blocks[group.rank][5]) == 7 + (1 - group.rank)
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -79,44 +78,45 @@ def full(file: int, start: int, num_bytes: int) -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_a_rank_without_room_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    with EPGroup() as group:
-        if group.rank == 1:
-            monkeypatch.setattr(host_memory.os, "posix_fallocate", full)
-        wanted = r"rank 1: \d+ B of shared memory: No space left"
-        with pytest.raises(BackendUnavailable, match=wanted):
-            HostMemory(group.calls, 100, phase="test")
-        monkeypatch.undo()
-        # Beyond the memory limit of a container the kernel would kill a rank.
-        monkeypatch.setattr(host_memory, "memory_left", lambda: 2**25 - group.rank)
-        with pytest.raises(BackendUnavailable, match=rf"rank 1: .* memory: {2**25 - 1} B are left"):
-            HostMemory(group.calls, 2**24, phase="test")
+def test_a_rank_without_room_is_named_on_all(
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
+    if group.rank == 1:
+        monkeypatch.setattr(host_memory.os, "posix_fallocate", full)
+    wanted = r"rank 1: \d+ B of shared memory: No space left"
+    with pytest.raises(BackendUnavailable, match=wanted):
+        HostMemory(group.calls, 100, phase="test")
+    monkeypatch.undo()
+    # Beyond the memory limit of a container the kernel would kill a rank.
+    monkeypatch.setattr(host_memory, "memory_left", lambda: 2**25 - group.rank)
+    with pytest.raises(BackendUnavailable, match=rf"rank 1: .* memory: {2**25 - 1} B are left"):
+        HostMemory(group.calls, 2**24, phase="test")
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_the_memory_of_another_process_is_not_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_another_process_is_not_attached(
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
     """Imitate ranks in different PID namespaces."""
-    with EPGroup() as group:
-        pids = [each["pid"] for each in group.calls.gather_records({"pid": os.getpid()})]
-        if group.rank == 1:
-            monkeypatch.setattr(host_memory.os, "getpid", lambda: pids[0])
-        with pytest.raises(BackendUnavailable, match=rf"rank 0: /proc/{pids[0]}/fd/\d+: "):
-            HostMemory(group.calls, 100, phase="test")
+    pids = [each["pid"] for each in group.calls.gather_records({"pid": os.getpid()})]
+    if group.rank == 1:
+        monkeypatch.setattr(host_memory.os, "getpid", lambda: pids[0])
+    with pytest.raises(BackendUnavailable, match=rf"rank 0: /proc/{pids[0]}/fd/\d+: "):
+        HostMemory(group.calls, 100, phase="test")
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_what_was_handed_out_survives_growth() -> None:
-    with EPGroup() as group:
-        region = HostRegion(group.calls, "rows", 2)
-        region.require(100)
-        first = region.rows(group.rank, 0, slice(0, 3), 4, torch.float32)
-        first.fill_(3)
-        region.require(3 * 2**20)
-        second = region.rows(group.rank, 0, slice(0, 3), 4, torch.float32)
-        second.fill_(5)
-        assert first.eq(3).all()
-        region.free()
-        assert second.eq(5).all()
+def test_what_was_handed_out_survives_growth(group: EPGroup) -> None:
+    region = HostRegion(group.calls, "rows", 2)
+    region.require(100)
+    first = region.rows(group.rank, 0, slice(0, 3), 4, torch.float32)
+    first.fill_(3)
+    region.require(3 * 2**20)
+    second = region.rows(group.rank, 0, slice(0, 3), 4, torch.float32)
+    second.fill_(5)
+    assert first.eq(3).all()
+    region.free()
+    assert second.eq(5).all()
 
 
 def some_tokens(rank: int, world_size: int) -> int:
@@ -128,42 +128,40 @@ def many_tokens(rank: int, world_size: int) -> int:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_calls_of_any_size_follow_one_another() -> None:
+def test_calls_of_any_size_follow_one_another(group: EPGroup) -> None:
     """The first call needs 1 MiB, and the second 5000 rows of 256 B from each rank."""
-    with EPGroup() as group:
-        env = env_of(group)
-        few = BatchSpec(tokens_of_rank=some_tokens, choose_ids=random_ids, hidden_size=64)
-        many = BatchSpec(tokens_of_rank=many_tokens, choose_ids=random_ids, hidden_size=64)
-        buffer = env.open(few)
-        for number, spec in enumerate((few, many, few)):
-            batches = env.batches(spec, number)
-            out = buffer.dispatch(make_call(batches[group.rank]))
-            expected = sum(
-                float(batch.x[t].double().sum())
-                for batch in batches
-                for t in range(len(batch.x))
-                if ((batch.topk_ids[t] // few.num_local_experts) == group.rank).any()
-            )
-            assert float(out.rows.data.double().sum()) == pytest.approx(expected, rel=1e-6)
+    env = env_of(group)
+    few = BatchSpec(tokens_of_rank=some_tokens, choose_ids=random_ids, hidden_size=64)
+    many = BatchSpec(tokens_of_rank=many_tokens, choose_ids=random_ids, hidden_size=64)
+    buffer = env.open(few)
+    for number, spec in enumerate((few, many, few)):
+        batches = env.batches(spec, number)
+        out = buffer.dispatch(make_call(batches[group.rank]))
+        expected = sum(
+            float(batch.x[t].double().sum())
+            for batch in batches
+            for t in range(len(batch.x))
+            if ((batch.topk_ids[t] // few.num_local_experts) == group.rank).any()
+        )
+        assert float(out.rows.data.double().sum()) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_a_failed_growth_leaves_the_buffer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    with EPGroup() as group:
-        env, few = env_of(group), BATCH_SPECS["uneven"]
-        many = replace(few, tokens_of_rank=many_tokens)
-        buffer = env.open(few)
-        check_batch(env, few)
-        with monkeypatch.context() as patch:
-            if group.rank == 1:
-                patch.setattr(host_memory.os, "posix_fallocate", full)
-            for _ in range(2):
-                with pytest.raises(BackendUnavailable, match="grow rows: rank 1: "):
-                    buffer.dispatch(make_call(env.batches(many)[group.rank]))
-                check_batch(env, few)
-        assert (
-            buffer.dispatch(make_call(env.batches(many)[group.rank])).exchange_plan.num_rows > 5000
-        )
+def test_a_failed_growth_leaves_the_buffer_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
+    env, few = env_of(group), BATCH_SPECS["uneven"]
+    many = replace(few, tokens_of_rank=many_tokens)
+    buffer = env.open(few)
+    check_batch(env, few)
+    with monkeypatch.context() as patch:
+        if group.rank == 1:
+            patch.setattr(host_memory.os, "posix_fallocate", full)
+        for _ in range(2):
+            with pytest.raises(BackendUnavailable, match="grow rows: rank 1: "):
+                buffer.dispatch(make_call(env.batches(many)[group.rank]))
+            check_batch(env, few)
+    assert buffer.dispatch(make_call(env.batches(many)[group.rank])).exchange_plan.num_rows > 5000
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -217,50 +215,51 @@ def test_the_suite_sees_a_batch_that_is_combined_after_its_rows_are_gone(
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_auto_takes_it_where_all_ranks_share_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    with EPGroup() as group:
-        assert plan(EPConfig(mode="normal"), SPEC, group).prefill.backend == "shared_memory"
-        monkeypatch.setattr(candidates, "host_of_this_process", lambda: f"host {group.rank}")
-        chosen = plan(EPConfig(mode="normal"), SPEC, group)
-        assert chosen.prefill.backend == "collective"
-        assert "rejected shared_memory: ranks are on 2 hosts" in chosen.explain()
-        with pytest.raises(BackendUnavailable, match="ranks are on 2 hosts, expected one"):
-            plan(EPConfig(mode="normal", backend="shared_memory"), SPEC, group)
-        monkeypatch.setattr(candidates, "host_of_this_process", lambda: "")
-        assert plan(EPConfig(mode="normal"), SPEC, group).prefill.backend == "collective"
+def test_auto_takes_it_where_all_ranks_share_a_host(
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
+    assert plan(EPConfig(mode="normal"), SPEC, group).prefill.backend == "shared_memory"
+    monkeypatch.setattr(candidates, "host_of_this_process", lambda: f"host {group.rank}")
+    chosen = plan(EPConfig(mode="normal"), SPEC, group)
+    assert chosen.prefill.backend == "collective"
+    assert "rejected shared_memory: ranks are on 2 hosts" in chosen.explain()
+    with pytest.raises(BackendUnavailable, match="ranks are on 2 hosts, expected one"):
+        plan(EPConfig(mode="normal", backend="shared_memory"), SPEC, group)
+    monkeypatch.setattr(candidates, "host_of_this_process", lambda: "")
+    assert plan(EPConfig(mode="normal"), SPEC, group).prefill.backend == "collective"
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_auto_asks_for_room_and_falls_back_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_asks_for_room_and_falls_back_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
     config = EPConfig(mode="normal", max_tokens_per_rank=1024, batches_in_flight=3)
-    with EPGroup() as group:
-        chosen = plan(config, SPEC, group).prefill
-        assert chosen.backend == "shared_memory"
-        assert chosen.limits()["batches in flight"] == "at most 3"
-        regions = {region.name: region.max_bytes for region in chosen.regions()}
-        # A row of 16 floats with 2 ids and 2 weights is 80 bytes. In the backward of dispatch, a
-        # row with 2 gradients of weights is 72 bytes, padded to a multiple of 16.
-        assert regions["received rows"] == 3 * NUM_RANKS * 1024 * 80
-        assert regions["returned rows"] == 2 * NUM_RANKS * 1024 * 80
-        needed = NUM_RANKS * (regions["received rows"] + regions["returned rows"])
-        monkeypatch.setattr(machine, "memory_left", lambda: needed)
-        chosen = plan(config, SPEC, group).prefill
-        assert chosen.backend == "collective"
-        said = chosen.explain()
-        assert f" B of memory that 2 ranks share, and {needed} B are left" in said
-        monkeypatch.setattr(machine, "memory_left", lambda: needed + 2**16)
-        assert plan(config, SPEC, group).prefill.backend == "shared_memory"
+    chosen = plan(config, SPEC, group).prefill
+    assert chosen.backend == "shared_memory"
+    assert chosen.limits()["batches in flight"] == "at most 3"
+    regions = {region.name: region.max_bytes for region in chosen.regions()}
+    # A row of 16 floats with 2 ids and 2 weights is 80 bytes. In the backward of dispatch, a
+    # row with 2 gradients of weights is 72 bytes, padded to a multiple of 16.
+    assert regions["received rows"] == 3 * NUM_RANKS * 1024 * 80
+    assert regions["returned rows"] == 2 * NUM_RANKS * 1024 * 80
+    needed = NUM_RANKS * (regions["received rows"] + regions["returned rows"])
+    monkeypatch.setattr(machine, "memory_left", lambda: needed)
+    chosen = plan(config, SPEC, group).prefill
+    assert chosen.backend == "collective"
+    said = chosen.explain()
+    assert f" B of memory that 2 ranks share, and {needed} B are left" in said
+    monkeypatch.setattr(machine, "memory_left", lambda: needed + 2**16)
+    assert plan(config, SPEC, group).prefill.backend == "shared_memory"
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_a_closed_buffer_refuses_and_holds_nothing() -> None:
-    with EPGroup() as group:
-        env, spec = env_of(group), BATCH_SPECS["uneven"]
-        buffer: Buffer = env.open(spec)
-        assert isinstance(buffer, SharedMemoryBuffer)
-        batch = env.batches(spec)[group.rank]
+def test_a_closed_buffer_refuses_and_holds_nothing(group: EPGroup) -> None:
+    env, spec = env_of(group), BATCH_SPECS["uneven"]
+    buffer: Buffer = env.open(spec)
+    assert isinstance(buffer, SharedMemoryBuffer)
+    batch = env.batches(spec)[group.rank]
+    buffer.dispatch(make_call(batch))
+    group.close()
+    group.close()
+    with pytest.raises(HandleError, match="the buffer is closed"):
         buffer.dispatch(make_call(batch))
-        group.close()
-        group.close()
-        with pytest.raises(HandleError, match="the buffer is closed"):
-            buffer.dispatch(make_call(batch))

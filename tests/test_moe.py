@@ -22,6 +22,7 @@ from tests.routing.calls import expect_gating_calls
 # Only routed experts; tests/integrations has all kinds of block.
 PLAIN = ["qwen3_moe", "mixtral"]
 NUM_RANKS = 2
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 
 
@@ -31,7 +32,6 @@ def tokens(rank: int, device: torch.device) -> Tensor:
     return torch.randn(2 + rank, 3, HIDDEN, generator=generator).to(device).requires_grad_()
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", PLAIN)
 def test_route_gives_the_logits_and_experts_of_the_block(name: str, group: EPGroup) -> None:
     block = BLOCKS[name]().to(group.device)
@@ -46,7 +46,6 @@ def test_route_gives_the_logits_and_experts_of_the_block(name: str, group: EPGro
     assert x.grad.any()
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_tokens_keep_their_shape(group: EPGroup) -> None:
     block = qwen3_moe().to(group.device)
     moe = ExpertParallelMoE.from_transformers(block, group)
@@ -74,7 +73,6 @@ ROW_BYTES, COMBINE_BYTES, SCALARS_BYTES = 64 + 16, 64, 64 + 16
 HEADER_BYTES = 8 * (11 + 128)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_stats_equal_numbers_counted_by_hand(group: EPGroup) -> None:
     rank = group.rank
     block = qwen3_moe().to(group.device)
@@ -127,7 +125,6 @@ def test_stats_equal_numbers_counted_by_hand(group: EPGroup) -> None:
     assert EPStats().imbalance == 1.0
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_slots_of_padding_are_not_counted_as_work(
     monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
@@ -140,7 +137,6 @@ def test_slots_of_padding_are_not_counted_as_work(
     assert moe.stats().num_slots == mine
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("mode", ["normal", "standard"])
 def test_traffic_stays_below_what_the_plan_promises(mode: str, group: EPGroup) -> None:
     config = EPConfig(mode=mode)
@@ -154,7 +150,6 @@ def test_traffic_stays_below_what_the_plan_promises(mode: str, group: EPGroup) -
     assert sent.combine_bytes <= num_tokens * NUM_RANKS * most["combine"]
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_explain_names_plan_and_runner(group: EPGroup) -> None:
     block = qwen3_moe(moe_intermediate_size=6).to(group.device)
     config = EPConfig(mode="normal", backend="collective")
@@ -181,7 +176,6 @@ def block_with_router(
     return ExpertParallelMoE.from_transformers(make().to(group.device), group, config)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", GATED)
 def test_block_that_the_gating_operator_routes_equals_the_reference(name: str) -> None:
     registry.register()
@@ -217,7 +211,6 @@ def test_block_that_the_gating_operator_routes_equals_the_reference(name: str) -
             assert actual is None or torch.equal(actual, expected), key
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_routing_that_the_operator_cannot_say_is_the_references() -> None:
     registry.register()
     with EPGroup() as group, limits.soc("A3"), torch.no_grad():
@@ -231,7 +224,6 @@ def test_routing_that_the_operator_cannot_say_is_the_references() -> None:
         )
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_router_that_is_not_there_says_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
     # Use another name, because another test of this process may have registered the real one.
     monkeypatch.setattr("epcomm.routing.ascend_gating.OPERATOR", "npu_gating_of_no_version")
@@ -242,7 +234,6 @@ def test_router_that_is_not_there_says_what_to_import(monkeypatch: pytest.Monkey
         assert block_with_router("auto", BLOCKS["afmoe"], group).routing.top_k
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_missing_part_and_another_top_k_are_named(group: EPGroup) -> None:
     whole = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group)
     routing, experts = whole.routing, whole.experts
@@ -260,7 +251,6 @@ def test_missing_part_and_another_top_k_are_named(group: EPGroup) -> None:
         ExpertParallelMoE(routing=routing, experts=experts, parts=parts)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_runner_that_cannot_compute_the_experts_is_refused_by_name(group: EPGroup) -> None:
     block = qwen3_moe(moe_intermediate_size=6).to(group.device)
     with pytest.raises(BackendUnavailable, match="runner grouped_mm cannot compute these"):

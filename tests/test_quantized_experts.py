@@ -23,6 +23,8 @@ from fakes.deep_ep.strict_v1 import buffer as strict_buffer
 from tests.cases.quantized_model import HALVES_UP, KINDS, POWERS_OF_TWO, assert_within, model
 from tests.runners import fake_deep_gemm
 
+pytestmark = pytest.mark.ranks(2)
+
 INNER = 144
 CONFIGS = {
     "normal": EPConfig(mode="normal"),
@@ -35,7 +37,6 @@ SPECS = {
 }
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("batch", ["empty_rank", "holes"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +62,6 @@ def test_layer_equals_the_model(kind: str, config: str, batch: str, group: EPGro
 BLOCK_TOLERANCE = 0.035
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layer_of_whole_blocks_equals_the_model(kind: str, config: str, group: EPGroup) -> None:
@@ -83,7 +83,6 @@ def test_layer_of_whole_blocks_equals_the_model(kind: str, config: str, group: E
         assert relative_error(y.cpu().double(), expected) <= BLOCK_TOLERANCE
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_rank_holds_its_share_of_codes_and_scales(kind: str, group: EPGroup) -> None:
     spec = SPECS["uneven"]
@@ -96,7 +95,6 @@ def test_each_rank_holds_its_share_of_codes_and_scales(kind: str, group: EPGroup
         assert torch.equal(parameter.view(torch.uint8), mine.view(torch.uint8)), name
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_share_of_its_own_is_copied_contiguous(kind: str | None, group: EPGroup) -> None:
     """Imitate a checkpoint that stores matrices transposed."""
@@ -145,7 +143,6 @@ ROUNDINGS = [
 ]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", ROUNDINGS, ids=lambda case: case.id)
 @pytest.mark.parametrize("config", ["normal", "low_latency"])
 def test_layer_rounds_as_the_experts_or_the_configuration_say(
@@ -180,7 +177,6 @@ def half_integers(like: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("scales", ScaleDtype)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_scales_come_as_the_runner_reads_them(
@@ -213,7 +209,6 @@ def test_scales_come_as_the_runner_reads_them(
         assert relative_error(*results) <= 0.042
 
 
-@pytest.mark.ranks(2)
 def test_capacity_of_deep_ep_v1_is_whole_tiles_of_deep_gemm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

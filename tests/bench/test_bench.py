@@ -21,6 +21,8 @@ from epcomm.planning.plan import plan
 from epcomm.types import WireDtype
 from tests.bench.imitations import imitate_graphs, silent, spoil
 
+pytestmark = pytest.mark.ranks(2)
+
 OPTIONS = BenchOptions(
     tokens=(3, 8),
     hidden=32,
@@ -34,7 +36,6 @@ OPTIONS = BenchOptions(
 SPANS = {"dispatch", "combine", "pair"}
 
 
-@pytest.mark.ranks(2)
 def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None:
     progress: list[int] = []
     report = run_bench(OPTIONS, progress.append)
@@ -80,7 +81,6 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
         assert phase.backend == min(medians, key=lambda name: medians[name])
 
 
-@pytest.mark.ranks(2)
 def test_where_nothing_of_epcomm_serves_scripts_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -101,7 +101,6 @@ def test_where_nothing_of_epcomm_serves_scripts_are_told(
             assert ("not timed (--verbose prints why): nvlink\n" in printed) != is_verbose
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("wire", [WireDtype.FP8_E4M3, WireDtype.INT8])
 def test_rows_in_eight_bits_are_held_to_their_roundings(
     wire: WireDtype, monkeypatch: pytest.MonkeyPatch
@@ -115,7 +114,6 @@ def test_rows_in_eight_bits_are_held_to_their_roundings(
     assert [each.name for each in report.wrong] == ["normal collective"]
 
 
-@pytest.mark.ranks(2)
 def test_what_can_be_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     imitate_graphs(monkeypatch)
     report = run_bench(replace(OPTIONS, tokens=(4,), backends=("collective",)), silent)
@@ -126,7 +124,6 @@ def test_what_can_be_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> No
         assert set(each.us) == SPANS
 
 
-@pytest.mark.ranks(2)
 def test_what_is_wrong_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Change one element on one rank, of one backend, and of plain torch."""
     spoil(monkeypatch, Epcomm, "combine", lambda each: each.name == "normal collective")

@@ -8,8 +8,9 @@ from epcomm import EPGroup, EPTimeout, ShapeError
 from epcomm.collectives.staged import StagedCollectives
 from epcomm.collectives.torch_dist import TorchDistCollectives
 
+pytestmark = pytest.mark.ranks(2)
 
-@pytest.mark.ranks(2)
+
 def test_rows_and_records_travel_through_the_host() -> None:
     # The device of the transport itself, so copies to the host do nothing.
     over = TorchDistCollectives(dist.group.WORLD)
@@ -29,7 +30,6 @@ def test_rows_and_records_travel_through_the_host() -> None:
     assert staged.process_group is None
 
 
-@pytest.mark.ranks(2)
 def test_waits_of_the_host_last_as_long_and_name_the_ranks_of_the_whole() -> None:
     # Use a new process group, because a timeout stays on the board of a process group.
     process_group = dist.new_group()
@@ -46,7 +46,6 @@ def test_waits_of_the_host_last_as_long_and_name_the_ranks_of_the_whole() -> Non
     dist.barrier()
 
 
-@pytest.mark.ranks(2)
 def test_a_group_may_have_tensors_on_another_device() -> None:
     device = torch.device("cuda", 0)
     group = EPGroup(device=device)

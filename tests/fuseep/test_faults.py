@@ -30,7 +30,7 @@ from fakes.ascend.deep_ep import Buffer
 from tests.cases.fuseep_formats import device_that_keeps
 from tests.cases.fuseep_layers import OPERATORS, E, K, M, batch, experts, make_layer
 
-pytestmark = pytest.mark.usefixtures("small_a3")
+pytestmark = [pytest.mark.ranks(2), pytest.mark.usefixtures("small_a3")]
 
 Call = tuple[Tensor, TopKOutput]
 
@@ -83,7 +83,6 @@ def expect(error: type[EPError], text: str, call: Callable[[], object]) -> None:
     assert text in str(caught.value)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_bad_call_gives_nan_and_waits_for_check(operator: str, group: EPGroup) -> None:
     layer, (x, topk) = make_layer(group, operator), batch(group.rank)
@@ -104,7 +103,6 @@ def test_a_bad_call_gives_nan_and_waits_for_check(operator: str, group: EPGroup)
         assert torch.equal(layer(x, topk), good)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_with_check_calls_every_rank_raises_at_once(operator: str, group: EPGroup) -> None:
     layer, (x, topk) = make_layer(group, operator, check_calls=True), batch(group.rank)
@@ -117,7 +115,6 @@ def test_with_check_calls_every_rank_raises_at_once(operator: str, group: EPGrou
     assert layer.path.traffic().control_bytes > 0
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("checks", [False, True])
 def test_gradients_are_refused_on_the_rank_that_needs_them(checks: bool, group: EPGroup) -> None:
     """Gradients of x, weights and scales; with check_calls or a host sync, all ranks raise."""
@@ -150,7 +147,6 @@ def test_gradients_are_refused_on_the_rank_that_needs_them(checks: bool, group: 
             leaf.requires_grad_(False)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_tokens_without_an_expert_cost_rows_and_give_zeros(operator: str, group: EPGroup) -> None:
     layer, (x, topk) = make_layer(group, operator), batch(group.rank)
@@ -184,7 +180,6 @@ def test_tokens_without_an_expert_cost_rows_and_give_zeros(operator: str, group:
         assert torch.equal(layer(x, topk), y)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", [*OPERATORS, "fuseep_reference"])
 def test_what_lies_in_padding_does_not_matter(operator: str, group: EPGroup) -> None:
     """The y of a token without an expert is zero, whatever the result of its substitute."""
@@ -203,7 +198,6 @@ def test_what_lies_in_padding_does_not_matter(operator: str, group: EPGroup) -> 
     assert torch.equal(y, good)
 
 
-@pytest.mark.ranks(2)
 def test_paths_refuse_other_plans_closed_groups_and_other_packings() -> None:
     with EPGroup() as group:
         layers = {name: make_layer(group, name) for name in OPERATORS}
@@ -234,7 +228,6 @@ def test_paths_refuse_other_plans_closed_groups_and_other_packings() -> None:
         expect(HandleError, "the EPGroup is closed", lambda layer=layer: layer(x, topk))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_what_one_rank_lacks_all_ranks_hear(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank lacks one of: a variable, the chip, a parameter of the package, NZ weights."""

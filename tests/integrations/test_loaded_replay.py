@@ -26,6 +26,7 @@ from tests.integrations.test_expert_parallel import (
 from tests.integrations.test_expert_parallel import folder as folder
 
 NUM_RANKS, NUM_EXPERTS, TOP_K, NUM_LAYERS = 2, 8, 2, TINY["num_hidden_layers"]
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 LAYOUT = "own_batches"
 # The second sequence ends with padding.
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
@@ -83,7 +84,6 @@ def train(model: nn.Module, ids: Tensor) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_loaded_model_trains_like_one_process_with_forced_ids(kind: str, folder: Path) -> None:
     path, alone, losses = saved(kind, folder), load_alone(kind, saved(kind, folder)), []
@@ -109,7 +109,6 @@ def test_loaded_model_trains_like_one_process_with_forced_ids(kind: str, folder:
             assert counts.num_tokens == int(MASK.sum()) - len(MASK)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_recorded_routes_of_a_loaded_model_are_those_of_its_routers(folder: Path) -> None:
     path = saved("qwen3_moe", folder)
     alone, ids = load_alone("qwen3_moe", path), batch_of(dist.get_rank())[0]
@@ -125,7 +124,6 @@ def test_recorded_routes_of_a_loaded_model_are_those_of_its_routers(folder: Path
             assert relative_error(gates[index].logits, each) <= FP32_TOLERANCE
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_rank_without_data_and_bad_tokens_are_handled_in_a_loaded_model(folder: Path) -> None:
     path, rank = saved("qwen3_moe", folder), dist.get_rank()
     with registered():

@@ -27,6 +27,7 @@ from epcomm.training.checkpoints import gather_state_dict
 from epcomm.training.gradients import sum_replicated_gradients
 
 NUM_RANKS = 2
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 16,
@@ -68,7 +69,6 @@ def assert_whole(folder: str, source: PreTrainedModel) -> None:
         assert torch.equal(saved[name], tensor), name
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_save_pretrained_writes_the_experts_of_all_ranks(group: EPGroup) -> None:
     with tempfile.TemporaryDirectory() as folder:
         spread(qwen3_moe(), group).save_pretrained(folder)
@@ -77,7 +77,6 @@ def test_save_pretrained_writes_the_experts_of_all_ranks(group: EPGroup) -> None
             assert_whole(folder, qwen3_moe())
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_save_pretrained_of_experts_in_one_tensor_wants_a_gathered_state(group: EPGroup) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = spread(gpt_oss(), group)
@@ -105,7 +104,6 @@ def with_adapters(model: PreTrainedModel) -> nn.Module:
     return adapted
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_adapters_of_experts_train_as_in_one_process() -> None:
     def loss_of(model: nn.Module, rank: int) -> Tensor:
         ids = torch.arange(6).view(1, 6) + rank

@@ -50,6 +50,7 @@ from tests.integrations.test_saving_and_lora import SIZES, qwen3_moe, spread
 from tests.placement.layers import any_placement, expect_copies_of
 
 NUM_RANKS, NUM_STEPS, SAVED_STEP, NUM_MICRO_BATCHES = 2, 4, 2, 2
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 STEP_BATCH = NUM_RANKS * NUM_MICRO_BATCHES
 LEARNING_RATE, MAX_NORM = 0.01, 0.1
 # Relative difference of losses, as the library documents it.
@@ -133,7 +134,6 @@ def losses_of(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_trainer_trains_saves_and_resumes_like_one_process(group: EPGroup) -> None:
     expected = losses_in_one_process()
     with shared_folder() as folder:
@@ -153,7 +153,6 @@ def test_trainer_trains_saves_and_resumes_like_one_process(group: EPGroup) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(NUM_RANKS)
 def test_trainer_trains_copies_of_experts_that_move_like_one_process(group: EPGroup) -> None:
     expected = losses_in_one_process()
     placed = EPConfig(redundant_experts=4, record_load=True)
@@ -183,7 +182,6 @@ def test_trainer_trains_copies_of_experts_that_move_like_one_process(group: EPGr
             assert losses_of(resumed) == pytest.approx(expected, rel=LOSS_TOLERANCE)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_rank_without_data_runs_a_token_of_a_model_inside_fsdp() -> None:
     ids = samples()[0]["input_ids"][None]
     alone = dense_model()
@@ -202,7 +200,6 @@ def test_rank_without_data_runs_a_token_of_a_model_inside_fsdp() -> None:
             assert relative_error(gradient.full_tensor(), parameter.grad) <= FP32_TOLERANCE, name
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_trainer_that_cannot_be_prepared_is_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(dense_model(), Path(folder))

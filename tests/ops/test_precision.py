@@ -35,6 +35,7 @@ from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NUM_RANKS = 2
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 SPEC = BATCH_SPECS["uneven"]
 NORMAL = EPConfig(mode="normal")
 TOP_K = SPEC.num_topk(NUM_RANKS)
@@ -167,7 +168,6 @@ def check_layer(
     assert x.grad.dtype is x.dtype
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", CASES)
 def test_table(name: str, monkeypatch: pytest.MonkeyPatch, group: EPGroup) -> None:
     case = CASES[name]
@@ -197,7 +197,6 @@ def test_table(name: str, monkeypatch: pytest.MonkeyPatch, group: EPGroup) -> No
     assert f"combine {WireDtype.from_torch(case.travels)}" in layer.explain()
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_each_rank_may_give_rows_of_its_own_dtype(group: EPGroup) -> None:
     """Check that the dtype on the wire does not depend on the dtypes that ranks pass."""
     weights = make_weights(SPEC, NUM_RANKS, device=group.device)
@@ -209,7 +208,6 @@ def test_each_rank_may_give_rows_of_its_own_dtype(group: EPGroup) -> None:
     check_layer(layer, batches[group.rank], run_oracle(batches, weights), tolerance(BF16), None)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_float32_experts_of_odd_sizes_compute_narrow_rows_in_float32(
     monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
@@ -264,7 +262,6 @@ def each_layer(model: Tower, policy: MixedPrecisionPolicy) -> None:
 WRAPPERS = {"one unit": whole_model, "each layer": each_layer, "autocast": None}
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_float32_experts_train_beside_layers_in_bfloat16(
     name: str, monkeypatch: pytest.MonkeyPatch, group: EPGroup
@@ -299,7 +296,6 @@ def test_float32_experts_train_beside_layers_in_bfloat16(
         assert relative_error(tensor.grad, wanted) <= allowed, field
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_dispatcher_casts_rows_weights_and_results(group: EPGroup) -> None:
     """Pass a dispatcher rows, router weights and results of other dtypes, without a layer."""
     spec = MoESpec(hidden_size=SPEC.hidden_size, num_experts=4, top_k=TOP_K, dtype=FP32)
@@ -323,7 +319,6 @@ def test_dispatcher_casts_rows_weights_and_results(group: EPGroup) -> None:
     assert relative_error(router_weights.grad, dots) <= tolerance(BF16)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_experts_that_a_cast_widens_are_noticed_without_a_mesh() -> None:
     """Without a mesh, parameters are plain tensors, which a cast writes in place."""
     with EPGroup(TorchDistCollectives(dist.group.WORLD)) as group, torch.no_grad():
@@ -346,7 +341,6 @@ EIGHT_BITS = {
 }
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_codes_and_scales_are_not_cast(name: str, group: EPGroup) -> None:
     """A cast of the whole model is refused before it rounds anything; a move is not."""

@@ -21,6 +21,7 @@ from epcomm.training.gradients import scale_expert_gradients
 from tests.cases.expert_models import TOP_K, InOneProcess, OverRanks, expert_weights, tokens
 
 NUM_RANKS = 2
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 
 GIVEN_TO_DDP = "DistributedDataParallel was given expert parameters, such as "
 
@@ -45,7 +46,6 @@ def reduce_over_experts(model: nn.Module) -> None:
         dist.all_reduce(parameter.grad)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
@@ -75,7 +75,6 @@ def test_data_parallelism_over_different_experts_is_refused(
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_experts_over_the_ranks_of_fsdp_are_refused_by_torch_and_may_be_left_out(
     group: EPGroup,
 ) -> None:
@@ -118,7 +117,6 @@ def cut_with_a_parametrisation(model: OverRanks, copies: DeviceMesh) -> None:
     fully_shard(model.experts, mesh=copies)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("cut", [cut_all, cut_as_one_group, cut_with_a_parametrisation])
 def test_what_is_cut_with_experts_over_their_copies_alone_is_refused(
     cut: Callable[[OverRanks, DeviceMesh], None],
@@ -133,7 +131,6 @@ def test_what_is_cut_with_experts_over_their_copies_alone_is_refused(
                 model(tokens(group.rank))
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_ranks_that_have_the_same_tokens_need_no_reduction() -> None:
     mesh = init_device_mesh("cpu", (1, NUM_RANKS), mesh_dim_names=("dp", "ep"))
     alone = InOneProcess()

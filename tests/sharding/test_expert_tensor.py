@@ -28,6 +28,7 @@ from tests.cases.expert_models import (
 )
 
 NUM_RANKS = 2
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 NUM_STEPS = 3
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -61,7 +62,6 @@ def assert_equal_states(model: nn.Module, expected: nn.Module, group: EPGroup) -
         assert relative_error(state[name], tensor) <= FP32_TOLERANCE, name
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_list_of_parameters_trains_as_in_one_process(name: str, group: EPGroup) -> None:
     """The norm, which is over the experts of all ranks, and then the step and an average."""
@@ -89,7 +89,6 @@ def test_one_list_of_parameters_trains_as_in_one_process(name: str, group: EPGro
     assert relative_error(average(tokens(0)), average_alone(tokens(0))) <= FP32_TOLERANCE
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_plain_tensors_train_and_what_was_frozen_stays_so(group: EPGroup) -> None:
     weights = expert_weights()
     frozen = weights.with_tensors(
@@ -105,7 +104,6 @@ def test_plain_tensors_train_and_what_was_frozen_stays_so(group: EPGroup) -> Non
         assert {type(p) for p in layer.parameters()} == {ExpertTensor}
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_penalty_on_weights_counts_the_experts_of_all_ranks(group: EPGroup) -> None:
     def penalised(model: nn.Module, experts: list[Tensor], x: Tensor) -> Tensor:
         return model(x) + sum(e.square().sum() + e.norm() for e in experts)
@@ -128,7 +126,6 @@ def test_penalty_on_weights_counts_the_experts_of_all_ranks(group: EPGroup) -> N
         assert relative_error(gradient.to_local(), wanted) <= FP32_TOLERANCE
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -161,7 +158,6 @@ def test_loss_of_experts_is_a_mean_over_those_of_all_ranks(
             loss(parameter, targets, size_average=True)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_second_derivative_of_a_sum_is_right_and_that_of_a_cut_refused(group: EPGroup) -> None:
     parameter = OverRanks(group).experts.get_parameter("down_proj")
     assert isinstance(parameter, ExpertTensor)
@@ -179,7 +175,6 @@ def test_second_derivative_of_a_sum_is_right_and_that_of_a_cut_refused(group: EP
         of_one.square().sum().backward()
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_infinity_on_one_rank_is_seen_by_loss_scaling_on_all(group: EPGroup) -> None:
     model = OverRanks(group)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -196,7 +191,6 @@ def test_infinity_on_one_rank_is_seen_by_loss_scaling_on_all(group: EPGroup) -> 
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_copy_of_a_model_computes_alike_and_has_weights_of_its_own(group: EPGroup) -> None:
     model = OverRanks(group)
     expected = model(tokens(group.rank))
@@ -208,7 +202,6 @@ def test_copy_of_a_model_computes_alike_and_has_weights_of_its_own(group: EPGrou
     assert not model(tokens(group.rank)).any()
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_pickle_is_refused_with_what_to_save_instead(group: EPGroup) -> None:
     with pytest.raises(PickleRefused, match="save state_dict"):
         pickle.dumps(OverRanks(group))
@@ -223,7 +216,6 @@ class Twice(nn.Module):
         return weight * 2
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_whatever_stands_in_place_of_parameters_is_used(group: EPGroup) -> None:
     model, x = OverRanks(group), tokens(group.rank)
     whole = gather_state_dict(model, group)
@@ -265,7 +257,6 @@ def test_whatever_stands_in_place_of_parameters_is_used(group: EPGroup) -> None:
         model(x)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_writes_are_counted_for_those_who_pack_weights(group: EPGroup) -> None:
     with torch.no_grad():
         layer = OverRanks(group).experts
@@ -286,7 +277,6 @@ def test_writes_are_counted_for_those_who_pack_weights(group: EPGroup) -> None:
         assert layer.weights.tensors()["down_proj"].dtype is torch.bfloat16
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize(
     ("name", "compute"),
     [
@@ -307,7 +297,6 @@ def test_operator_on_experts_and_others_is_refused_by_its_name(
     assert "DDP" not in str(caught.value)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_lbfgs_over_experts_and_others_is_refused(group: EPGroup) -> None:
     model = OverRanks(group)
     optimizer = torch.optim.LBFGS(model.parameters())
@@ -315,7 +304,6 @@ def test_lbfgs_over_experts_and_others_is_refused(group: EPGroup) -> None:
         optimizer.step(lambda: model(tokens(group.rank)))
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_expert_parameter_frozen_on_one_rank_is_told_to_all(group: EPGroup) -> None:
     model = OverRanks(group)
     model.experts.get_parameter("down_proj").requires_grad_(group.rank == 0)
@@ -342,7 +330,6 @@ DRAWS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.filterwarnings("error")
 def test_random_numbers_are_those_of_one_process_that_draws_expert_by_expert(
     group: EPGroup,
@@ -361,7 +348,6 @@ def test_random_numbers_are_those_of_one_process_that_draws_expert_by_expert(
         assert torch.equal(parameter.full_tensor(), whole), name
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_ranks_with_other_seeds_draw_their_own_experts(group: EPGroup) -> None:
     with torch.no_grad():
         parameter = OverRanks(group).experts.get_parameter("gate_up_proj")

@@ -14,6 +14,7 @@ from epcomm.sharding.shards import piece_of
 from tests.cases.expert_models import OverRanks
 
 NUM_RANKS, NUM_EXPERTS = 2, 8
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 
 
@@ -44,7 +45,6 @@ WAYS: dict[str, Parts] = {
 }
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("way", [*WAYS, "assigned", "neighbours"])
 def test_experts_written_one_by_one_are_kept(way: str, group: EPGroup) -> None:
     with torch.no_grad():
@@ -64,7 +64,6 @@ def test_experts_written_one_by_one_are_kept(way: str, group: EPGroup) -> None:
             assert torch.equal(parameter[expert], values[expert]), "a rank reads others' experts"
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_one_expert_is_sent_by_its_rank_alone(
     monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
@@ -77,7 +76,6 @@ def test_one_expert_is_sent_by_its_rank_alone(
         assert torch.equal(parameter[1:3], values[1:3])
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize(
     "total",
     [
@@ -102,7 +100,6 @@ def test_gradient_of_a_sum_is_this_ranks_part(
     torch.testing.assert_close(piece, own_part(whole.grad, group))
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_gradient_of_some_experts_is_this_ranks_part(group: EPGroup) -> None:
     parameter = some_parameter(group)
     factors = torch.arange(1.0, NUM_EXPERTS + 1)
@@ -116,7 +113,6 @@ def test_gradient_of_some_experts_is_this_ranks_part(group: EPGroup) -> None:
     assert torch.equal(parameter.grad.to_local(), own_part(whole, group))
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_every_other_expert_of_a_rank_is_written(group: EPGroup) -> None:
     with torch.no_grad():
         parameter = some_parameter(group)
@@ -127,7 +123,6 @@ def test_every_other_expert_of_a_rank_is_written(group: EPGroup) -> None:
         assert torch.equal(parameter[5:8:2], values[5:8:2])
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_neighbours_on_several_ranks_are_refused(group: EPGroup) -> None:
     with torch.no_grad():
         parameter = some_parameter(group)
@@ -137,7 +132,6 @@ def test_neighbours_on_several_ranks_are_refused(group: EPGroup) -> None:
         assert not piece_of(parameter).any()
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_data_that_is_assigned_is_used(group: EPGroup) -> None:
     model = OverRanks(group)
     parameter = model.experts.get_parameter("down_proj")
@@ -157,7 +151,6 @@ def test_data_that_is_assigned_is_used(group: EPGroup) -> None:
         parameter.data = values[:3]
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_memory_of_experts_can_be_shared_with_other_processes(group: EPGroup) -> None:
     model = OverRanks(group)
     model.share_memory()

@@ -13,6 +13,7 @@ from epcomm.sharding.shards import cut_share, shard_of_rank
 from tests.cases.expert_models import NUM_EXPERTS
 
 NUM_RANKS = 2
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 # Placements: as the ranks hold them, and moved, with one expert on both ranks.
 PLACED = {"in order": None, "moved": (3, 0, 7, 5, 1, 6, 4, 2, 0, 1)}
 
@@ -46,7 +47,6 @@ def spread(whole: Tensor, group: EPGroup, placed: tuple[int, ...] | None) -> Exp
     return ExpertTensor.of_share(cut_share(whole, shard).clone(), group.mesh, shard)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("placed", PLACED)
 def test_values_are_those_of_the_whole(placed: str, group: EPGroup) -> None:
     whole = whole_tensor()
@@ -57,7 +57,6 @@ def test_values_are_those_of_the_whole(placed: str, group: EPGroup) -> None:
         assert torch.equal(found, run(whole)), name
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_gradients_of_copies_are_those_of_the_whole(group: EPGroup) -> None:
     for name, run in COPIES.items():
         whole = whole_tensor().requires_grad_()
@@ -68,7 +67,6 @@ def test_gradients_of_copies_are_those_of_the_whole(group: EPGroup) -> None:
         assert torch.equal(parameter.grad.full_tensor(), whole.grad), name
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("placed", PLACED)
 def test_parameters_are_compared_over_all_ranks(placed: str, group: EPGroup) -> None:
     whole = whole_tensor()
@@ -87,7 +85,6 @@ def test_parameters_are_compared_over_all_ranks(placed: str, group: EPGroup) -> 
             torch.allclose(parameter, spread(whole, group, None))
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_memory_and_values_of_one_process_are_refused_in_one_sentence(group: EPGroup) -> None:
     parameter = spread(whole_tensor(), group, None)
     for name in ("numpy", "storage", "tolist", "__array__"):
@@ -96,7 +93,6 @@ def test_memory_and_values_of_one_process_are_refused_in_one_sentence(group: EPG
             getattr(parameter, name)()
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_torch_copies_a_state_before_it_writes_it(group: EPGroup) -> None:
     parameter = spread(whole_tensor(), group, None)
     # async_save copies by memory where data_ptr() is not 0.

@@ -30,6 +30,7 @@ from fakes.deep_ep.strict_v1.buffer import Buffer as StandIn
 from tests.buffers.deep_ep.test_deep_ep import CASES, buffer_env
 
 NUM_RANKS = 2
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 HIDDEN_SIZE, NUM_EXPERTS, TOP_K, MAX_TOKENS = 2048, 4, 2, 4
 CONTRACTS = Path(__file__).parents[2] / "contracts"
 CONFIG = EPConfig(mode="low_latency", backend="deep_ep_v1", max_tokens_per_rank=MAX_TOKENS)
@@ -106,7 +107,6 @@ def identity(out: object) -> Any:  # noqa: ANN401 - the input of combine, whose 
     return out.combine_input(out.hidden_states.data)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_nothing_is_received_before_wait(receipts: list[str]) -> None:
     with opened() as (group, dispatcher), torch.profiler.profile() as profiler:
         batch = make_batch(group, 0)
@@ -123,7 +123,6 @@ def test_nothing_is_received_before_wait(receipts: list[str]) -> None:
     assert shown == {f"epcomm::{half}" for half in halves}
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "the other way round"])
 def test_a_send_receives_the_call_before_it(order: tuple[int, int], receipts: list[str]) -> None:
     with opened() as (group, dispatcher):
@@ -140,7 +139,6 @@ def test_a_send_receives_the_call_before_it(order: tuple[int, int], receipts: li
         assert receipts[2:] == ["combine 1", "combine 2"]
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_weights_may_be_overwritten_after_dispatch() -> None:
     with opened() as (group, dispatcher):
         batch = make_batch(group, 0)
@@ -151,7 +149,6 @@ def test_weights_may_be_overwritten_after_dispatch() -> None:
         assert torch.equal(dispatcher.combine(identity(out)), expected)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("waits", [True, False])
 def test_batch_that_the_third_dispatch_ended_names_the_remedy(waits: bool) -> None:
     with opened() as (group, dispatcher):
@@ -166,7 +163,6 @@ def test_batch_that_the_third_dispatch_ended_names_the_remedy(waits: bool) -> No
             assert torch.equal(dispatcher.combine(identity(each.wait())), batch.y)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("backend", CASES)
 def test_topk_of_any_strides_is_served(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with install(CASES[backend].package), EPGroup() as group:
@@ -227,7 +223,6 @@ def record_calls(
     return counts
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("wire", ["bf16", "fp8_powers_of_two"])
 @pytest.mark.parametrize("backend", CASES)
 def test_every_call_binds_to_the_recorded_signature(

@@ -18,6 +18,8 @@ from epcomm import (
 from epcomm.testing import layer_suite
 from tests.cases.meshes import mesh_of
 
+pytestmark = pytest.mark.ranks(4)
+
 CONFIG = EPConfig(mode="normal")
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
 
@@ -29,7 +31,6 @@ def two_hosts() -> Iterator[EPGroup]:
         yield group
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("scenario", ["interleaved", "checkpointing", "rank_without_gradients"])
 def test_layer_on_two_hosts_equals_the_oracle(scenario: str) -> None:
     with two_hosts() as group:
@@ -40,7 +41,6 @@ def test_layer_on_two_hosts_equals_the_oracle(scenario: str) -> None:
         layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, CONFIG))
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -61,7 +61,6 @@ def test_static_sizes_are_refused_by_name_and_flat_in_auto(config: EPConfig, rea
         assert plan(config, SPEC, group=group).prefill.buffer == "StaticCollectiveBuffer"
 
 
-@pytest.mark.ranks(4)
 def test_tokens_are_quantized_once_for_both_ways() -> None:
     with two_hosts() as group:
         chosen = replace(CONFIG, dispatch_dtype=WireDtype("fp8_e4m3"))

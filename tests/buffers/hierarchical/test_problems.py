@@ -18,10 +18,11 @@ from epcomm.buffers.hierarchical.buffer import HierarchicalBuffer
 from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
 from tests.buffers.hierarchical.test_layers import two_hosts
 
+pytestmark = pytest.mark.ranks(4)
+
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("exchange", ["_outer", "_inner"])
 @pytest.mark.parametrize("function", ["dispatch", "combine"])
 def test_a_rank_without_memory_is_no_reason_to_wait(exchange: str, function: str) -> None:
@@ -63,7 +64,6 @@ def _fail_once(buffer: object, function: str) -> None:
     setattr(buffer, function, fail)
 
 
-@pytest.mark.ranks(4)
 def test_a_host_without_memory_is_told_on_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: SharedMemoryBuffer) -> NoReturn:
         raise BackendUnavailable("no memory here")
@@ -77,7 +77,6 @@ def test_a_host_without_memory_is_told_on_the_other(monkeypatch: pytest.MonkeyPa
         DeepEPNormalDispatcher(group, SPEC, EPConfig(mode="normal"))
 
 
-@pytest.mark.ranks(4)
 def test_a_rank_in_another_call_is_told_to_ranks_that_share_no_part_with_it() -> None:
     with two_hosts() as group, torch.no_grad():
         dispatcher = DeepEPNormalDispatcher(group, SPEC, EPConfig(mode="normal"))

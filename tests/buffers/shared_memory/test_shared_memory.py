@@ -38,6 +38,7 @@ from epcomm.testing.data import BatchSpec, random_ids
 from epcomm.types import RowsPer
 
 NUM_RANKS = 2
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
 
 
@@ -45,7 +46,6 @@ def env_of(group: EPGroup) -> BufferEnv:
     return BufferEnv(group=group, backend="SharedMemoryBuffer", mode=Mode.NORMAL)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_a_block_of_each_rank_is_seen_by_all_and_has_no_name(group: EPGroup) -> None:
     memory = HostMemory(group.calls, 100, phase="test")
     links = [os.fstat(file).st_nlink for file in memory._files]
@@ -57,7 +57,6 @@ def test_a_block_of_each_rank_is_seen_by_all_and_has_no_name(group: EPGroup) -> 
     assert int(memory.blocks[group.rank][5]) == 7 + (1 - group.rank)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_closed_group_leaves_the_headers_to_another_over_the_same_collectives() -> None:
     process_group = dist.new_group()
     assert isinstance(process_group, dist.ProcessGroup)
@@ -77,7 +76,6 @@ def full(file: int, start: int, num_bytes: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_a_rank_without_room_is_named_on_all(
     monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
@@ -93,7 +91,6 @@ def test_a_rank_without_room_is_named_on_all(
         HostMemory(group.calls, 2**24, phase="test")
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_the_memory_of_another_process_is_not_attached(
     monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
@@ -105,7 +102,6 @@ def test_the_memory_of_another_process_is_not_attached(
         HostMemory(group.calls, 100, phase="test")
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_what_was_handed_out_survives_growth(group: EPGroup) -> None:
     region = HostRegion(group.calls, "rows", 2)
     region.require(100)
@@ -127,7 +123,6 @@ def many_tokens(rank: int, world_size: int) -> int:
     return 5000
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_calls_of_any_size_follow_one_another(group: EPGroup) -> None:
     """The first call needs 1 MiB, and the second 5000 rows of 256 B from each rank."""
     env = env_of(group)
@@ -146,7 +141,6 @@ def test_calls_of_any_size_follow_one_another(group: EPGroup) -> None:
         assert float(out.rows.data.double().sum()) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_a_failed_growth_leaves_the_buffer_as_it_was(
     monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
@@ -164,7 +158,6 @@ def test_a_failed_growth_leaves_the_buffer_as_it_was(
     assert buffer.dispatch(make_call(env.batches(many)[group.rank])).exchange_plan.num_rows > 5000
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("part_bytes", [1, 300], ids=["a row at once", "some rows at once"])
 def test_sums_made_in_parts_are_the_same(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send enough rows of 128 B for several parts; other tests need less than one."""
@@ -173,7 +166,6 @@ def test_sums_made_in_parts_are_the_same(part_bytes: int, monkeypatch: pytest.Mo
         check_batch(env_of(group), BATCH_SPECS["uneven"])
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_overwritten_rows_are_refused_on_all_ranks_that_hold_views_and_told_to_the_others() -> None:
     """Rank 1 is in grad mode, but no tensor needs gradients, so its rows are copies."""
     x, y = torch.arange(8 * 16.0).view(8, 16), []
@@ -202,7 +194,6 @@ def test_overwritten_rows_are_refused_on_all_ranks_that_hold_views_and_told_to_t
         assert torch.equal(found, (x + number) * num_ranks_of_token.unsqueeze(1))
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_the_suite_sees_a_batch_that_is_combined_after_its_rows_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -214,7 +205,6 @@ def test_the_suite_sees_a_batch_that_is_combined_after_its_rows_are_gone(
         run_scenario("stand_alone", env_of(group))
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_auto_takes_it_where_all_ranks_share_a_host(
     monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
@@ -229,7 +219,6 @@ def test_auto_takes_it_where_all_ranks_share_a_host(
     assert plan(EPConfig(mode="normal"), SPEC, group).prefill.backend == "collective"
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_auto_asks_for_room_and_falls_back_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
@@ -252,7 +241,6 @@ def test_auto_asks_for_room_and_falls_back_with_a_reason(
     assert plan(config, SPEC, group).prefill.backend == "shared_memory"
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_a_closed_buffer_refuses_and_holds_nothing(group: EPGroup) -> None:
     env, spec = env_of(group), BATCH_SPECS["uneven"]
     buffer: Buffer = env.open(spec)

@@ -24,6 +24,8 @@ from tests.integrations.deep_ep.v2_ranks import (
     run_recorded_case,
 )
 
+pytestmark = pytest.mark.ranks(4)
+
 
 @pytest.fixture
 def make_buffer() -> Iterator[BufferMaker]:
@@ -32,13 +34,11 @@ def make_buffer() -> Iterator[BufferMaker]:
 
 
 # Cases whose rows have the same content in any order.
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("uneven")])
 def test_recorded_case_in_any_order(name: str, make_buffer: BufferMaker) -> None:
     run_recorded_case(name, make_buffer)
 
 
-@pytest.mark.ranks(4)
 def test_rows_past_the_count_are_poison_without_cpu_sync(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     recv_x, recv_idx, weights, handle, _ = dispatch(buffer, do_cpu_sync=False)
@@ -55,7 +55,6 @@ def test_rows_past_the_count_are_poison_without_cpu_sync(make_buffer: BufferMake
     assert set(handle.recv_src_metadata[:count, 2:].unique().tolist()) <= {0, 0x7F7F7F7F}
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("do_zero_padding", [False, True])
 def test_alignment_gaps(do_zero_padding: bool, make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
@@ -90,7 +89,6 @@ def test_alignment_gaps(do_zero_padding: bool, make_buffer: BufferMaker) -> None
         assert not tensor[~is_gap].isnan().any()
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("do_expand", [False, True])
 def test_open_orders_are_shuffled_unless_deterministic(
     do_expand: bool, make_buffer: BufferMaker
@@ -117,7 +115,6 @@ def test_open_orders_are_shuffled_unless_deterministic(
             assert values[start:end] == sorted(values[start:end])
 
 
-@pytest.mark.ranks(4)
 def test_results_of_an_asynchronous_call_are_poison_until_waited_for(
     make_buffer: BufferMaker,
 ) -> None:
@@ -140,7 +137,6 @@ def test_results_of_an_asynchronous_call_are_poison_until_waited_for(
         event.current_stream_wait()
 
 
-@pytest.mark.ranks(4)
 def test_what_dispatch_refuses(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     x, topk_idx, _ = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
@@ -173,7 +169,6 @@ def test_what_dispatch_refuses(make_buffer: BufferMaker) -> None:
     dispatch(buffer, handle=handle, num_experts=None, num_sms=handle.num_sms)
 
 
-@pytest.mark.ranks(4)
 def test_what_combine_refuses(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     recv_x, _, weights, handle, _ = dispatch(buffer)
@@ -197,7 +192,6 @@ def test_what_combine_refuses(make_buffer: BufferMaker) -> None:
         once.combine(expanded_x, expanded, topk_weights=weights)
 
 
-@pytest.mark.ranks(4)
 def test_an_expert_chosen_twice_and_ranks_that_disagree_are_found(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     x = torch.ones(1, HIDDEN, dtype=torch.bfloat16)

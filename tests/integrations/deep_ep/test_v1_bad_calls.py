@@ -27,6 +27,8 @@ from tests.integrations.deep_ep.bad_calls import (
 from tests.integrations.deep_ep.test_v1_calls import Batch
 from tests.integrations.deep_ep.v1_ranks import world
 
+pytestmark = pytest.mark.ranks(2)
+
 T, H, K, E, M = 3, 128, 2, 4, 4
 
 
@@ -203,7 +205,6 @@ def method_of(buffer: Buffer, function: str) -> Callable[..., Any]:
     return getattr(buffer, function.partition(" ")[0])
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("function", CALLS)
 def test_a_wrong_call_is_an_error_on_every_rank(function: str) -> None:
     buffer = Buffer(world(), low_latency_mode=True)
@@ -213,7 +214,6 @@ def test_a_wrong_call_is_an_error_on_every_rank(function: str) -> None:
     check_cases(cases, lambda: make(buffer), call, lambda: check_serves(buffer))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("function", "name"), FIRST)
 def test_a_wrong_first_call_is_an_error_on_every_rank(function: str, name: str) -> None:
     buffer = Buffer(world(), low_latency_mode=True)
@@ -222,7 +222,6 @@ def test_a_wrong_first_call_is_an_error_on_every_rank(function: str, name: str) 
     check_serves(buffer)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("compares_no_calls")
 @pytest.mark.parametrize(
     "case", [DISPATCH["ids_rows"], UNKNOWN_TOP_K], ids=["rows", "unknown_top_k"]
@@ -238,7 +237,6 @@ def test_wrong_ids_of_a_new_shape_are_an_error_where_hosts_compare_no_calls(case
     check_wrong_ids_of_a_new_shape(buffer.dispatch, right, case, serves)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("with_hook", [False, True])
 def test_a_handle_of_another_buffer_or_before_its_hook_is_an_error_on_every_rank(
     with_hook: bool,
@@ -268,7 +266,6 @@ def test_a_handle_of_another_buffer_or_before_its_hook_is_an_error_on_every_rank
     check_serves(buffer)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("function", ["combine", "dispatch along"])
 def test_a_handle_of_another_buffer_serves_where_all_ranks_pass_one(function: str) -> None:
     buffer, earlier = Buffer(world()), Buffer(world())

@@ -26,6 +26,8 @@ from tests.integrations.deep_ep.bad_calls import (
 )
 from tests.integrations.deep_ep.v2_ranks import BufferMaker
 
+pytestmark = pytest.mark.ranks(2)
+
 HIDDEN, TOP_K, NUM_EXPERTS, MAX_TOKENS = 256, 2, 4, 16
 
 
@@ -163,7 +165,6 @@ def check_serves(buffer: ElasticBuffer, batch: Batch, **options: Any) -> None:  
     assert torch.equal(weights, batch.weights)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("do_cpu_sync", [True, False])
 @pytest.mark.parametrize("function", ["dispatch", "along", "combine", "combine_expanded"])
 def test_a_wrong_call_is_an_error_on_every_rank(
@@ -186,7 +187,6 @@ def test_a_wrong_call_is_an_error_on_every_rank(
     check_cases(cases, make, call, lambda: check_serves(buffer, batch, **options))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", FIRST)
 def test_a_wrong_first_call_is_an_error_on_every_rank(name: str, make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
@@ -195,7 +195,6 @@ def test_a_wrong_first_call_is_an_error_on_every_rank(name: str, make_buffer: Bu
     check_serves(buffer, batch)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("compares_no_calls")
 @pytest.mark.parametrize("do_cpu_sync", [True, False])
 @pytest.mark.parametrize(
@@ -214,7 +213,6 @@ def test_wrong_ids_of_a_new_shape_are_an_error_where_hosts_compare_no_calls(
     )
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("do_cpu_sync", [True, False])
 @pytest.mark.parametrize(
     ("lines", "words"),
@@ -237,7 +235,6 @@ def test_combine_by_metadata(
     check_serves(buffer, batch, do_cpu_sync=do_cpu_sync, do_expand=False)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("do_cpu_sync", [True, False])
 def test_shapes_that_are_open_differ(do_cpu_sync: bool, make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
@@ -256,7 +253,6 @@ def test_shapes_that_are_open_differ(do_cpu_sync: bool, make_buffer: BufferMaker
     check_serves(buffer, batch, do_cpu_sync=do_cpu_sync)
 
 
-@pytest.mark.ranks(2)
 def test_other_calls_are_an_error_of_their_order(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     batch = Batch(buffer.rank_idx)
@@ -271,7 +267,6 @@ def test_other_calls_are_an_error_of_their_order(make_buffer: BufferMaker) -> No
     check_serves(buffer, batch)
 
 
-@pytest.mark.ranks(2)
 def test_a_handle_of_another_buffer_serves_where_all_ranks_pass_one(
     make_buffer: BufferMaker,
 ) -> None:

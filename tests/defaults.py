@@ -6,8 +6,6 @@ torch from epcomm/: tests and other packages get the CPU and float32 where they 
 meta, a tensor whose device the library did not name has no memory, so that its first use fails.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

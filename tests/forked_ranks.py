@@ -5,8 +5,6 @@ Forked ranks have one seed of hashes, so that a set has the same order on all of
 are interpreters of their own.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

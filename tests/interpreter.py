@@ -5,8 +5,6 @@ replaced for the kernel. It also computes each sum of integers again in 64 bits,
 that it reports only in debug mode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

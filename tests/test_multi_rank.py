@@ -1,7 +1,5 @@
 """Verdicts of the outer run; tests/scripts/test_launch_multi_rank.py runs real launches."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.multi_rank import Launch, RankResult, World, judge

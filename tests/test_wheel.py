@@ -5,8 +5,6 @@ The environment has the dependencies of the environment that runs the tests, so 
 downloaded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

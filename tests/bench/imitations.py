@@ -1,7 +1,5 @@
 """Imitations for runs of `epcomm bench` on CPUs: device graphs, and contenders that are wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from epcomm.bench.advice import advise
 from epcomm.bench.records import Timing
 from epcomm.bench.timing import Percentiles

@@ -1,7 +1,5 @@
 """The program that times NVLink kernels alone checks them first: here on a CPU, without a clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

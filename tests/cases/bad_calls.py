@@ -1,7 +1,5 @@
 """Faults of rank 1 in a call, and the errors of all ranks; test_bad_calls.py plays them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace

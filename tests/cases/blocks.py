@@ -1,7 +1,5 @@
 """Tiny MoE blocks of transformers; importing it takes seconds, so only tests that need it do."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Values of names that code in README.md and docs/ uses without defining them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path

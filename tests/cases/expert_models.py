@@ -1,7 +1,5 @@
 """A tiny model with routed experts, over ranks and in one process, without transformers."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Training of the model of expert_models.py over ranks, with checkpoints by torch."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from pathlib import Path
 

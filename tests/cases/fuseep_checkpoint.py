@@ -1,7 +1,5 @@
 """The checkpoint of the golden file, by its formulas, and digests of tensors."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small layers of the fused operators on two ranks, and their batches."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

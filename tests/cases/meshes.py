@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from functools import cache
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -6,8 +6,6 @@ to step, so each result has a separate bound: one code step, times weights, of t
 activations, and hardly anything elsewhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

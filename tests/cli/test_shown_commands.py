@@ -5,8 +5,6 @@ machine or start ranks, and of commands in sentences, only the words are checked
 targets of make, modules, files. tests/test_wheel.py runs the README's.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -1,7 +1,5 @@
 """Run programs of the repository on the ranks of a test, in their process group."""
 
-from __future__ import annotations
-
 import io
 import runpy
 import sys

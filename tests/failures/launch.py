@@ -9,8 +9,6 @@ scripts/launch_multi_rank.sh. Each scenario gets a folder in FOLDER, with the ou
 of each rank and `ends.json`.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

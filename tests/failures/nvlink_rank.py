@@ -10,8 +10,6 @@ and is not part of the suite; the tests on CPU ranks, whose kernels are interpre
 tests/kernels and test_excluded_ranks.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

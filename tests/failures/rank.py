@@ -6,8 +6,6 @@ tests/failures/launch.py starts it. Over gloo, launch.py forks the ranks and set
 MASTER_ADDR and MASTER_PORT.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

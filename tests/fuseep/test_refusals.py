@@ -1,7 +1,5 @@
 """The refusals of plan() for fused operators; test_limits.py has the exact limits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

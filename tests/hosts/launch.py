@@ -7,8 +7,6 @@
 the options. The exit code is that of the first launcher that fails; the others are then ended.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -9,8 +9,6 @@ namespaces and end with them. A namespace is named after the process that made i
 could not remove it, the next run does.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

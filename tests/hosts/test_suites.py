@@ -1,7 +1,5 @@
 """Buffers and layers pass their suites on two and four hosts, two ranks on each."""
 
-from __future__ import annotations
-
 import pytest
 
 from epcomm import EPConfig, EPGroup, Mode

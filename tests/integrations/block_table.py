@@ -6,8 +6,6 @@ writes docs/reference/transformers_blocks.md: blocks that are served, with forwa
 equal to those of the block itself, and blocks that are refused, with the sentence of the refusal.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator, Mapping

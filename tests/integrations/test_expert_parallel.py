@@ -3,8 +3,6 @@
 Batches of two ranks need 4 ranks; other tests have 2, each of which loads the model again.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A model with its experts over ranks trains, is saved, and resumes from its check
 model in one process.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module

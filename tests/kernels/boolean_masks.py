@@ -1,7 +1,5 @@
 """Require boolean masks in Triton's interpreter, as the interpreter of Triton 3.9 does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 A separate program, because kernels of the test process are interpreted and cannot be compiled.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import subprocess

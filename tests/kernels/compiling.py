@@ -1,7 +1,5 @@
 """Run a program that compiles kernels for a GPU that need not exist, and read its output."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

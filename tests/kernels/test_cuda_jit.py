@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from ctypes import Structure, c_int, c_void_p
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Kernels compiled for sm_90 without a GPU: wide accesses, fences, acquires, rounding, spills."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from itertools import pairwise

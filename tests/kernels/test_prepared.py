@@ -1,7 +1,5 @@
 """The driver's arguments in a repeated launch, and the calls that Triton must prepare again."""
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from collections.abc import Callable

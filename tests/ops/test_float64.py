@@ -1,7 +1,5 @@
 """float64 rows: every sum is float64 too on each backend that carries them; gradcheck passes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows, experts and autocast in different dtypes: the table of docs/precision.md."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

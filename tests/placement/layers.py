@@ -1,7 +1,5 @@
 """Layers with placed experts, and what their ranks hold, for tests on several ranks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

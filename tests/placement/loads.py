@@ -1,7 +1,5 @@
 """Loads of experts for tests of placements, equal on every machine."""
 
-from __future__ import annotations
-
 import random
 
 

@@ -3,8 +3,6 @@
 The algorithm is called, but not copied. COMMAND runs from the root of the repository.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -5,8 +5,6 @@
 CPU ranks have no graphs: there test_rebalance.py compares the addresses that a graph would keep.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

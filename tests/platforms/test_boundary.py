@@ -1,7 +1,5 @@
 """Only platforms names vendor packages, properties of devices and environment variables."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One spec for each step of routing, and data without close scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

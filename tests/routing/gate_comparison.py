@@ -1,7 +1,5 @@
 """Compare a router with the reference: which tokens may differ, and by how much."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Brute-force routing in pure Python and float64; shares no code with the reference."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

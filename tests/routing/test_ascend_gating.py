@@ -1,7 +1,5 @@
 """The imitated gating operator of Ascend chooses and weighs like the reference."""
 
-from __future__ import annotations
-
 import inspect
 import math
 

@@ -1,7 +1,5 @@
 """Load and replicas by the gate kernel equal an oracle in plain Python, and the reference."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """The reference against a brute-force oracle, then each rule of its docstring by an example."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

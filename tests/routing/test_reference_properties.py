@@ -1,7 +1,5 @@
 """Properties of every spec and batch; hypothesis searches for counterexamples."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st

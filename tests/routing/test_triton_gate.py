@@ -1,7 +1,5 @@
 """The gate kernel against the reference: every preset, random routings, ties, odd logits."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Check that the bits of a row depend on no other row, for runners that declare it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

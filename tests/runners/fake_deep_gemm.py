@@ -5,8 +5,6 @@ the last tile of an expert overwrites rows of the next expert if that one begins
 Source: README, argument checks and scheduler of DeepGEMM.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType

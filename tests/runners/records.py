@@ -1,7 +1,5 @@
 """Records of one rank for runners, in both layouts: unused memory is NaN, or the code 127."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The runners on imitations of Ascend's operators, against float64 models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """The runner over deep_gemm: the arguments of the package, and when it is not chosen."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, fields, replace
 from enum import Enum

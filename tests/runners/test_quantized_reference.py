@@ -1,7 +1,5 @@
 """Eight-bit experts on one process: equal to a float64 model that quantises where they do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Runners on one process: every expert kind in both layouts against the oracle, with gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """500 rounds of random sizes, routings and delays in both modes; sums are exact."""
 
-from __future__ import annotations
-
 import random
 import time
 

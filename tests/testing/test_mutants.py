@@ -4,8 +4,6 @@ A mutant changes the arguments or results of its methods, so that it does not de
 internals of the buffer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module

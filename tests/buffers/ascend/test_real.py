@@ -6,8 +6,6 @@
 runs them on the NPUs of this machine; without MULTI_RANK_BACKEND there are no such tests.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from importlib import import_module

@@ -4,8 +4,6 @@ The other tests of these buffers run plain torch; the contract is the same. On G
 buffers use only kernels, and the buffer suite runs them there.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -5,8 +5,6 @@
 runs them on the GPUs of this machine; without MULTI_RANK_BACKEND there are no such tests.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

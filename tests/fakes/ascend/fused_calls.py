@@ -1,7 +1,5 @@
 """Arguments of fused_deep_moe() from weights as a checkpoint has them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Inputs of the recording of whole W8A8 expert layers: two ranks, weights by formula."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -1,7 +1,5 @@
 """Golden values of operators for NPUs: reading them, and comparing what they define."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shared by tests of wrong calls of V1 and V2: one rank is wrong, and all raise in a second."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from typing import Any

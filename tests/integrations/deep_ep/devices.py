@@ -6,8 +6,6 @@ runs them on the GPUs of this machine, four ranks on two of them too; `nccl` whe
 GPU of its own. Buffers are then those that the drop-in chooses for GPUs.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """Recorded values of deep_ep V2, and the part that does not depend on the order of rows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

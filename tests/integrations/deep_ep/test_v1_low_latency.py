@@ -1,7 +1,5 @@
 """Low latency of the drop-in for V1 in strict mode: the recording, hooks, lifetimes, refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

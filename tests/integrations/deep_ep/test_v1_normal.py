@@ -1,7 +1,5 @@
 """Normal mode of the drop-in for V1 in strict mode: the recording, undefined memory, refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

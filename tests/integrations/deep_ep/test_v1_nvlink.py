@@ -1,7 +1,5 @@
 """V1 over the kernels of NVLink, interpreted on CPU ranks: the recording, masks, refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any

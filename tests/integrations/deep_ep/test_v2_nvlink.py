@@ -1,7 +1,5 @@
 """V2 over the kernels of NVLink, which are interpreted on CPU ranks: the recording, and handles."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("triton")

@@ -1,7 +1,5 @@
 """Shared by the tests of the drop-in for deep_ep V1: the recording, its inputs, typed calls."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

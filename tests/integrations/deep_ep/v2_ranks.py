@@ -1,7 +1,5 @@
 """Shared by tests of V2: buffers, inputs, one dispatch, and comparison with the recording."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

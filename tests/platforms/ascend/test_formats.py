@@ -1,7 +1,5 @@
 """FRACTAL_NZ: the matrices that may have it, and the check that a cast produced it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Client programs of deep_ep, from their own packages, run on the drop-in."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import ModuleType

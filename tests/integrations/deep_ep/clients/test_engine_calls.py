@@ -4,8 +4,6 @@ Their packages do not import without a GPU. Source: the wheels vllm 0.33.0 and s
 Megatron-LM's branch dev, in the modules that the tests are named after.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Unmodified Megatron-core runs on the drop-in: its fused calls and its flex token dispatcher."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Unmodified torchtitan runs on the drop-in: its operators, its dispatcher, both layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

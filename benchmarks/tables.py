@@ -54,22 +54,10 @@ def render(result: Result) -> str:
 
 
 def _render_bench(result: Result) -> str:
-    """Return a row for each T and a column for each contender: medians of whole calls, in us.
-
-    The cell of a layer has its parts too, and there is a row for each format of the experts.
-    """
-    cells: dict[tuple[str, str], str] = {}
-    for bound in result.get("bounds", ()):
-        cells[_row(bound), "bound"] = _with_parts(bound["us"])
-    for each in result["results"]:
-        us = {span: times["p50"] for span, times in each["us"].items()}
-        cells[_row(each), _contender(each)] = (
-            f"{us['pair']:.0f}" if "pair" in us else _with_parts(us)
-        )
-    rows, names = (list(dict.fromkeys(found)) for found in zip(*cells, strict=True))
-    table = [[row, *(cells.get((row, name), "") for name in names)] for row in rows]
+    """Return medians in us: of pairs, or of layers with their parts."""
     sizes, rates = result["configuration"], result.get("rates")
-    what = "whole layers (dispatch, products, combine)" if rates else "dispatch and combine"
+    table = _table_of_layers(result) if rates else _table_of_pairs(result["results"])
+    what = "whole layers and their parts" if rates else "dispatch and combine"
     caption = (
         f"{sizes['ranks']} ranks over {sizes['transport']} on {_where(result)}, {_layer(sizes)}, "
         f"{sizes['dtype']}, {_torch(result)}; medians in us of {what} on the slowest rank, "
@@ -84,18 +72,34 @@ def _render_bench(result: Result) -> str:
             if name.endswith(suffix)
         ]
         caption += f"; I = {sizes['intermediate']}; the bound follows from {', '.join(found)}"
-    return _page(_table(["tokens a rank", *names], table, is_first_text=False), caption)
+    return _page(table, caption)
 
 
-def _row(each: Result) -> str:
-    """Return the head of a row: T, and the format of experts."""
-    weights = each.get("weights")
-    return f"{each['tokens']}, {weights}" if weights else str(each["tokens"])
+def _table_of_pairs(timings: Sequence[Result]) -> list[str]:
+    """Return a row for each T and a column for each contender."""
+    cells = {
+        (str(each["tokens"]), _contender(each)): f"{each['us']['pair']['p50']:.0f}"
+        for each in timings
+    }
+    rows, names = (list(dict.fromkeys(found)) for found in zip(*cells, strict=True))
+    table = [[row, *(cells.get((row, name), "") for name in names)] for row in rows]
+    return _table(["tokens a rank", *names], table, is_first_text=False)
 
 
-def _with_parts(us: Mapping[str, float]) -> str:
-    parts = ", ".join(f"{us[part]:.0f}" for part in ("dispatch", "products", "combine"))
-    return f"{us['layer']:.0f} ({parts})"
+def _table_of_layers(result: Result) -> list[str]:
+    """Return a row for each layer and bound, by T and format of the experts, the fastest first."""
+    found = [(each, "bound", each["us"]) for each in result["bounds"]]
+    found += [
+        (each, _contender(each), {span: us["p50"] for span, us in each["us"].items()})
+        for each in result["results"]
+    ]
+    found.sort(key=lambda row: (row[0]["tokens"], row[0]["weights"], row[2]["layer"]))
+    spans = ("dispatch", "products", "combine", "layer")
+    rows = [
+        [str(each["tokens"]), each["weights"], name, *(f"{us[span]:.0f}" for span in spans)]
+        for each, name, us in found
+    ]
+    return _table(["tokens a rank", "experts", "", *spans], rows, is_first_text=False)
 
 
 def _contender(timing: Result) -> str:
@@ -149,7 +153,7 @@ def _render_nvlink(result: Result) -> str:
         cells = [_number(sum(found) if found else None, 0) for found in sums]
         rows.append([str(finding["tokens"]), *cells])
     by_sms = result["by_sms"]
-    rates = list(by_sms[0]["remote_gb_per_s"])
+    rates = list(by_sms[0]["remote_gb_per_s"]) if by_sms else []
     rate_rows = [
         [str(each["num_sms"]), *(f"{each['remote_gb_per_s'][name]:.0f}" for name in rates)]
         for each in by_sms
@@ -160,12 +164,13 @@ def _render_nvlink(result: Result) -> str:
     version = f"epcomm {commit.removesuffix('+')}{' with changes' if commit.endswith('+') else ''}"
     caption = (
         f"{sizes['ranks']} ranks on {_where(result)}, {_layer(sizes)}, {_torch(result)}, "
-        f"{version}; medians in us of captured graphs on the slowest rank; remote bytes alone, at "
-        f"{sizes['sms_tokens']} tokens: `{result['command']}`"
+        f"{version}; medians in us of captured graphs on the slowest rank"
     )
-    tables = [*_table(["tokens a rank", *_WAYS], rows, is_first_text=False), ""]
-    tables += _table(["SMs", *rate_heads], rate_rows, is_first_text=False)
-    return _page(tables, caption)
+    tables = _table(["tokens a rank", *_WAYS], rows, is_first_text=False)
+    if by_sms:
+        tables += ["", *_table(["SMs", *rate_heads], rate_rows, is_first_text=False)]
+        caption += f"; remote bytes alone, at {sizes['sms_tokens']} tokens"
+    return _page(tables, f"{caption}: `{result['command']}`")
 
 
 def _render_beside(result: Result) -> str:

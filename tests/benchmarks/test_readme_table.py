@@ -48,6 +48,6 @@ def test_a_table_of_layers_has_parts_and_bounds() -> None:
     bound = {"tokens": 128, "weights": "fp8", "us": {**spans, "layer": 40.0}}
     rates = {"copy_gb_per_s": 4237.2, "fp8_tflops": 1431.0}
     text = render({**result, "results": [layer], "bounds": [bound], "rates": rates})
-    assert text.startswith("| tokens a rank | bound | low latency, nvlink, fp8_wgmma, graph |")
-    assert "| 128, fp8 | 40 (10, 50, 20) | 78 (10, 50, 20) |" in text
+    assert "| 128 | fp8 | bound | 10 | 50 | 20 | 40 |" in text
+    assert "| 128 | fp8 | low latency, nvlink, fp8_wgmma, graph | 10 | 50 | 20 | 78 |" in text
     assert "the bound follows from copy 4237 GB/s, fp8 1431 TFLOP/s" in text

@@ -250,7 +250,8 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Non
             rows_map = byte_matrix_map(
                 packed.data_ptr(), num_slots, hidden_size, TILE_ROWS, BLOCK, packed.stride(0)
             )
-        is_ahead = num_slots >= AHEAD_SLOTS_PER_EXPERT * num_experts
+        # Rows through the index gain nothing by it.
+        is_ahead = packed is not None and num_slots >= AHEAD_SLOTS_PER_EXPERT * num_experts
         kernels.gate_up[is_ahead].launch(blocks, rows_map, matrix_map, rows, epilogue)
 
 

@@ -11,7 +11,6 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from epcomm.bench.advice import advise
 from epcomm.bench.bounds import measure_rates
 from epcomm.bench.check import CheckError, check_contender
 from epcomm.bench.contenders.all_gather import AllGather
@@ -23,6 +22,7 @@ from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.options import BenchOptions, described
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Report, Timing, Wrong
+from epcomm.bench.report import advise
 from epcomm.bench.turns import call_of, is_in_graph, time_all
 from epcomm.errors import BackendUnavailable, ConfigError
 from epcomm.group import EPGroup

@@ -83,7 +83,7 @@ def open_normal(
         num_sms=num_sms if group.device.type == "cuda" else None,
     )
     normal = NormalRows(group, options.moe_spec(), config, batches[group.rank])
-    check_contender(normal, batches, group.rank, num_local)
+    check_contender(normal, batches[group.rank], group.rank * num_local)
     return normal
 
 
@@ -95,7 +95,8 @@ def open_low_latency(options: BenchOptions, group: EPGroup, batches: list[RankBa
     """
     config = options.config(Mode.LOW_LATENCY, options.tokens[0], _backend(group))
     contender = Epcomm(group, options.moe_spec(), config)
-    check_contender(contender, batches, group.rank, options.experts // group.world_size)
+    first_expert = group.rank * (options.experts // group.world_size)
+    check_contender(contender, batches[group.rank], first_expert)
     return contender
 
 

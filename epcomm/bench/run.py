@@ -80,7 +80,7 @@ def _measure_pairs(
 ) -> None:
     """Check and time all contenders at one T; batches: of all ranks. Collective: yes."""
     batch, tokens = batches[group.rank], len(batches[group.rank].x)
-    num_local = options.experts // group.world_size
+    first_expert = group.rank * (options.experts // group.world_size)
     opened: list[Contender] = []
     for mode, backend in product(options.modes, options.backends):
         config = options.config(mode, tokens, backend)
@@ -91,7 +91,7 @@ def _measure_pairs(
     right: list[Contender] = []
     for contender in [*opened, *(make(options.experts) for make in ALTERNATIVES.values())]:
         try:
-            check_contender(contender, batches, group.rank, num_local)
+            check_contender(contender, batch, first_expert)
         except CheckError as fault:
             report.wrong.append(Wrong(name=contender.name, tokens=tokens, fault=str(fault)))
         else:
@@ -100,7 +100,7 @@ def _measure_pairs(
         each.name: max(of_all_ranks(each.sent_bytes(batch)), key=lambda rank: rank.total)
         for each in right
     }
-    calls = {each.name: call_of(each, batch, group.rank * num_local) for each in right}
+    calls = {each.name: call_of(each, batch, first_expert) for each in right}
     us = time_all(calls, group.device, options, on_round=on_round)
     for contender in right:
         contender.check()

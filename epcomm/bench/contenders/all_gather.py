@@ -51,7 +51,6 @@ class AllGather(Contender[RowsDispatchOutput]):
         if runner is not None and experts is not None and experts.wire_format.dtype.is_quantized:
             readings = runner.readings(experts, Layout.ROWS)
             self._reading = next(each for each in readings if each.format == experts.wire_format)
-        self.source_order = range(self._world_size)
         # One rounding on this rank, and one for each addition of the reduce-scatter.
         self.num_roundings = self._world_size
 

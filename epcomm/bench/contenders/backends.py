@@ -16,7 +16,6 @@ from epcomm.planning.plan import plan
 from epcomm.planning.plans import PhasePlan
 from epcomm.quantization import dequantize
 from epcomm.records import DispatchOutput, MaskedDispatchOutput
-from epcomm.registry import backend_class
 from epcomm.spec import MoESpec
 from epcomm.testing.data import RankBatch
 from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype
@@ -46,8 +45,6 @@ class Epcomm(Contender[DispatchOutput]):
         # Roundings: the sum of a (token, rank) before it is sent, the sum of a host between hosts,
         # and y.
         self.num_roundings = 2 if phase.buffer_spec.hosts is None else 3
-        order = backend_class(phase.buffer).source_order(phase.buffer_spec, group.world_size)
-        self.source_order = order if phase.caps.ordered else None
         error = _ROW_ERRORS.get(phase.buffer_spec.dispatch_format.dtype)
         if error is not None:
             self.row_error = error + torch.finfo(spec.dtype).eps / 2

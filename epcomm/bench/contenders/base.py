@@ -8,7 +8,6 @@ them. combine starts from unweighted results, a row for each (token, expert), an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -64,8 +63,6 @@ class Contender(ABC, Generic[DispatchedT]):
     name: of the contender in results.   mode: of epcomm; empty for plain torch.
     backend: of epcomm, or the name of the plain torch contender.
     num_roundings: how often a sum is cast to the dtype of the hidden states before it is y.
-    source_order: the source ranks in the order in which the rows of an expert arrive, those of a
-        rank by token; None: rows arrive in any order.
     row_error: the largest error of a received element, as a share of the largest of its row.
     is_capturable: calls may be captured in a device graph.
     """
@@ -73,7 +70,6 @@ class Contender(ABC, Generic[DispatchedT]):
     name: str
     backend: str
     num_roundings: int
-    source_order: Sequence[int] | None
     mode: str = ""
     row_error: float = 0.0
     is_capturable: bool = False

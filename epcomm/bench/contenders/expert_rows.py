@@ -55,7 +55,6 @@ class ExpertRows(Contender[ExpertRowsBatch]):
         """Divide the experts of all ranks among them, in order."""
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._num_local = num_experts // self._world_size
-        self.source_order = range(self._world_size)
 
     def dispatch(self, batch: RankBatch) -> ExpertRowsBatch:
         """Send the rows. Collective: yes; T may differ and be 0.   Host sync: once, for counts."""

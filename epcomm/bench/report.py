@@ -40,7 +40,7 @@ def _as_record(timing: Timing) -> Mapping[str, Any]:
     if timing.sent_bytes is None:
         del values["sent_bytes"]
     else:
-        values["sent_bytes"]["total"] = timing.sent_bytes.total
+        values["sent_bytes"]["total"] = timing.sent_bytes.total_bytes
     return values
 
 
@@ -80,7 +80,7 @@ def times_table(report: Report) -> Table:
                 times += [each.whole.p50, each.whole.p95, each.whole.p99]
                 cells = [f"{us:.0f}" for us in times]
                 if each.sent_bytes is not None:
-                    cells.append(f"{each.sent_bytes.total / 1e6:.2f}")
+                    cells.append(f"{each.sent_bytes.total_bytes / 1e6:.2f}")
                 table.add_row(str(each.tokens), each.mode or "torch", name_of(each), *cells)
         table.add_section()
     return table

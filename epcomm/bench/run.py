@@ -97,7 +97,7 @@ def _measure_pairs(
         else:
             right.append(contender)
     sent = {
-        each.name: max(of_all_ranks(each.sent_bytes(batch)), key=lambda rank: rank.total)
+        each.name: max(of_all_ranks(each.sent_bytes(batch)), key=lambda rank: rank.total_bytes)
         for each in right
     }
     calls = {each.name: call_of(each, batch, first_expert) for each in right}

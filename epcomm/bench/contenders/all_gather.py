@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.bench.contenders.base import INT_BYTES, Contender, Grouped, SentBytes
+from epcomm.bench.contenders.base import INT_BYTES, Contender, Grouped
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.ops.slots import count_experts, index_slots, pack, reduce_rows, slots_by_row
 from epcomm.quantization import arrange_scales, quantizer_for
 from epcomm.records import Handle, RowsDispatchOutput
@@ -110,15 +111,14 @@ class AllGather(Contender[RowsDispatchOutput]):
         reduce_scatter(y, sums)
         return y
 
-    def sent_bytes(self, batch: RankBatch) -> SentBytes:
+    def sent_bytes(self, batch: RankBatch) -> BufferTraffic:
         """Count W - 1 blocks per rank, as a ring or a direct exchange sends them."""
         num_tokens = (self._world_size - 1) * batch.x.shape[0]
         row_bytes = batch.x.shape[1] * batch.x.element_size()
         routing_bytes = batch.topk_ids.shape[1] * (INT_BYTES + _WEIGHT_BYTES)
-        return SentBytes(
-            dispatch=num_tokens * (row_bytes + routing_bytes),
-            combine=num_tokens * row_bytes,
-            control=0,
+        return BufferTraffic(
+            dispatch_bytes=num_tokens * (row_bytes + routing_bytes),
+            combine_bytes=num_tokens * row_bytes,
         )
 
     def _gathered(self, tensor: Tensor) -> Tensor:

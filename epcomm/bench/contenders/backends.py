@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from epcomm.bench.contenders.base import Contender, Grouped, SentBytes
+from epcomm.bench.contenders.base import Contender, Grouped
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig
 from epcomm.experts import PhaseDispatchers
 from epcomm.group import EPGroup
@@ -76,13 +77,8 @@ class Epcomm(Contender[DispatchOutput]):
     def check(self) -> None:
         self._dispatcher.check()
 
-    def sent_bytes(self, batch: RankBatch) -> SentBytes:
+    def sent_bytes(self, batch: RankBatch) -> BufferTraffic:
         before = self._dispatcher.traffic()
         dispatched = self.dispatch(batch)
         self.combine(self.group(dispatched).rows.contiguous(), dispatched)
-        after = self._dispatcher.traffic()
-        return SentBytes(
-            dispatch=after.dispatch_bytes - before.dispatch_bytes,
-            combine=after.combine_bytes - before.combine_bytes,
-            control=after.control_bytes - before.control_bytes,
-        )
+        return self._dispatcher.traffic() - before

@@ -13,29 +13,13 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.testing.data import RankBatch
 
 DispatchedT = TypeVar("DispatchedT")
 
 # Counts and ids are int64.
 INT_BYTES = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentBytes:
-    """The bytes that a rank sends to others in one call.
-
-    The bytes of dispatch, of combine, and of control messages: counts, headers.
-    """
-
-    dispatch: int
-    combine: int
-    control: int
-
-    @property
-    def total(self) -> int:
-        """All kinds."""
-        return self.dispatch + self.combine + self.control
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,5 +74,5 @@ class Contender(ABC, Generic[DispatchedT]):
         """Raise the faults that are still on the device. Host sync: yes."""
 
     @abstractmethod
-    def sent_bytes(self, batch: RankBatch) -> SentBytes:
+    def sent_bytes(self, batch: RankBatch) -> BufferTraffic:
         """Return the bytes that this rank sends to others in one call. Makes the call."""

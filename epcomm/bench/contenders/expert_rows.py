@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.bench.contenders.base import INT_BYTES, Contender, Grouped, SentBytes
+from epcomm.bench.contenders.base import INT_BYTES, Contender, Grouped
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.ops.slots import MemberTable, count_experts, members_of, reduce_rows, row_ops_for
 from epcomm.testing.data import RankBatch
 
@@ -111,12 +112,12 @@ class ExpertRows(Contender[ExpertRowsBatch]):
         members = MemberTable(table=table) if has_kernels else members_of(table, table.numel())
         return reduce_rows(returned, members, dispatched.weight_of_row)
 
-    def sent_bytes(self, batch: RankBatch) -> SentBytes:
+    def sent_bytes(self, batch: RankBatch) -> BufferTraffic:
         """Count rows without headers in both directions, and a count for each expert."""
         dispatched, rank = self.dispatch(batch), self._rank
         row_bytes = batch.x.shape[1] * batch.x.element_size()
-        return SentBytes(
-            dispatch=(sum(dispatched.send_splits) - dispatched.send_splits[rank]) * row_bytes,
-            combine=(sum(dispatched.recv_splits) - dispatched.recv_splits[rank]) * row_bytes,
-            control=(self._world_size - 1) * self._num_local * INT_BYTES,
+        return BufferTraffic(
+            dispatch_bytes=(sum(dispatched.send_splits) - dispatched.send_splits[rank]) * row_bytes,
+            combine_bytes=(sum(dispatched.recv_splits) - dispatched.recv_splits[rank]) * row_bytes,
+            control_bytes=(self._world_size - 1) * self._num_local * INT_BYTES,
         )

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from epcomm.config import EPConfig
 from epcomm.errors import ConfigError
 from epcomm.quantization import QUANTIZED_FORMATS
-from epcomm.spec import BufferSpec
+from epcomm.spec import BufferSpec, MoESpec
 from epcomm.types import ScaleDtype, WireDtype, WireFormat
-
-if TYPE_CHECKING:
-    from epcomm.spec import MoESpec
 
 
 def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFormat) -> BufferSpec:

@@ -81,7 +81,7 @@ DEEP_EPS: dict[DeepEPKind, tuple[dict[str, str], str]] = {
         "sgl-kernel-npu, for Ascend (fused_deep_moe)",
     ),
     DeepEPKind.UNKNOWN: (
-        {"__init__.py": "Buffer = None\ndef main(): ...", "broken.py": "class Buffer(:"},
+        {"__init__.py": "Buffer = None\ndef main(): ..."},
         "an unknown package: it defines no Buffer",
     ),
 }

@@ -33,11 +33,7 @@ _PATIENCE_S = 2.0
 
 
 def ranks_of_environment() -> int | None:
-    """Return the number of ranks that torchrun has started; None without torchrun. Local.
-
-    Raises:
-        ConfigError: the variables of torchrun are not numbers.
-    """
+    """Return the number of ranks that torchrun has started; None without torchrun. Local."""
     variables = environment()
     if "RANK" not in variables or "WORLD_SIZE" not in variables:
         return None

@@ -67,8 +67,6 @@ def check_cast(weights: ExpertTensors, convert: Callable[[Tensor], Tensor], wher
     convert: the function that nn.Module._apply() gets.   where: `rank 3 of 8`, for the message.
 
     Local.
-    Raises:
-        ConfigError: the dtype of codes or scales would change.
     """
     if not weights.wire_format.dtype.is_quantized:
         return

@@ -544,11 +544,7 @@ _LOADERS: dict[str, Callable[[], TritonRowOps]] = {"cuda": _load_triton}
 
 
 def row_ops_of(device: torch.device) -> TritonRowOps | None:
-    """Return the kernels for tensors on `device`, or None where plain torch serves.
-
-    Raises:
-        BackendUnavailable: Triton is missing, which the kernels for CUDA need.
-    """
+    """Return the kernels for tensors on `device`, or None where plain torch serves."""
     loader = _LOADERS.get(device.type)
     return None if loader is None else loader()
 

@@ -22,8 +22,6 @@ def first_placement(
     hosts: the hosts of the ranks, or None if they are not known.
 
     Local.
-    Raises:
-        ConfigError: too many experts are redundant.
     """
     if config.redundant_experts is None:
         return None

@@ -15,9 +15,6 @@ def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFo
     """Return the specification of a buffer for the configuration of a phase and the layer.
 
     wanted: the format that the experts read best, unless the configuration names one.
-
-    Raises:
-        ConfigError: the experts do not divide among the ranks, or the formats do not fit.
     """
     if spec.num_experts % world_size:
         raise ConfigError(

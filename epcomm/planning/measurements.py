@@ -136,11 +136,7 @@ class PreferredOrder:
 
 
 def read_measurements(path: str | Path) -> Measurements:
-    """Read a file that `epcomm bench --output FILE` has written. Local.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a file of measurements.
-    """
+    """Read a file that `epcomm bench --output FILE` has written. Local."""
     path = Path(path)
     try:
         content = path.read_bytes()

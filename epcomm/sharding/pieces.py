@@ -95,8 +95,6 @@ def own_part(leaf: object, some: ShareTensor) -> object:
     """Cut this rank's part out of a tensor that spans the experts of `some`; keep other leaves.
 
     Local.
-    Raises:
-        ShapeError: an ExpertTensor whose experts are placed differently from those of `some`.
     """
     if not isinstance(leaf, Tensor):
         return leaf
@@ -298,8 +296,6 @@ def run_on_parts(op: Operation) -> object:
     """Cut whole experts out of an ExpertTensor.
 
     Collective: all ranks make the same cut, and receive the experts of the others.
-    Raises:
-        ShapeError: the part holds experts of several ranks and not all of them; on every rank.
     """
     some = op.some
     numbers = torch.arange(some.shape[0], device="cpu").view(-1, *(1 for _ in some.shape[1:]))

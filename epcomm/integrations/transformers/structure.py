@@ -113,12 +113,7 @@ _ACT_FN_NAMES: Mapping[Activation, tuple[str, ...]] = MappingProxyType(
 
 
 def read_layout(block: nn.Module) -> BlockLayout:
-    """Return the layout that a block's names suggest; the probe finds router_inputs.
-
-    Raises:
-        ConfigError: a part or an attribute that this file does not list, or a value of an attribute
-            that ExpertParallelMoE does not support.
-    """
+    """Return the layout that a block's names suggest; the probe finds router_inputs."""
     if not isinstance(getattr(block, "experts", None), nn.Module):
         raise refusal(f"{_kind(block)} has no experts", "a block with the child 'experts'")
     names: dict[str, str] = {}
@@ -155,11 +150,7 @@ def parts_of(block: nn.Module) -> dict[str, nn.Module | Tensor]:
 
 
 def read_experts(experts: nn.Module) -> tuple[ExpertWeights, dict[str, str]]:
-    """Return the experts, and the names of their parameters by field of ExpertWeights.
-
-    Raises:
-        ConfigError: as read_layout().
-    """
+    """Return the experts, and the names of their parameters by field of ExpertWeights."""
     _check_takes(experts, 3)
     tensors = dict(experts.named_parameters()) | dict(experts.named_buffers())
     for name in (*dict(experts.named_children()), *tensors):

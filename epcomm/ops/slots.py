@@ -100,6 +100,13 @@ def members_of(table: Tensor, num_members: int, *, is_exact: bool = True) -> Mem
     return Members(flat=flat, offsets=offsets, has_tail=not is_exact)
 
 
+def as_members(table: Tensor, num_members: int, *, is_exact: bool = True) -> AnyMembers:
+    """Return the members of a table [N, K] in the form that reduce_rows() takes on its device."""
+    if row_ops_for(table) is not None:
+        return MemberTable(table=table.to(torch.int32).contiguous())
+    return members_of(table, num_members, is_exact=is_exact)
+
+
 def mark_pairs(columns: Tensor, num_columns: int) -> Tensor:
     """Return which (row, column) pairs have an entry, [N, num_columns], bool.
 

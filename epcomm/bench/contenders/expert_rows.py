@@ -21,7 +21,7 @@ from torch import Tensor
 
 from epcomm.bench.contenders.base import INT_BYTES, Contender, Grouped
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.ops.slots import MemberTable, count_experts, members_of, reduce_rows, row_ops_for
+from epcomm.ops.slots import as_members, count_experts, reduce_rows
 from epcomm.testing.data import RankBatch
 
 
@@ -108,8 +108,7 @@ class ExpertRows(Contender[ExpertRowsBatch]):
         dist.all_to_all_single(
             returned, sent, list(dispatched.send_splits), list(dispatched.recv_splits)
         )
-        has_kernels = row_ops_for(returned) is not None
-        members = MemberTable(table=table) if has_kernels else members_of(table, table.numel())
+        members = as_members(table, table.numel())
         return reduce_rows(returned, members, dispatched.weight_of_row)
 
     def sent_bytes(self, batch: RankBatch) -> BufferTraffic:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -29,9 +28,10 @@ from epcomm.group import EPGroup
 from epcomm.testing.data import RankBatch
 
 # The contenders that are plain torch, by name, each made for a number of experts.
-ALTERNATIVES: Mapping[str, Callable[[int], Contender]] = MappingProxyType(
-    {ExpertRows.name: ExpertRows, AllGather.name: AllGather}
-)
+ALTERNATIVES: Mapping[str, Callable[[int], Contender]] = {
+    ExpertRows.name: ExpertRows,
+    AllGather.name: AllGather,
+}
 
 
 def run_bench(options: BenchOptions, on_round: Callable[[int], None]) -> Report:

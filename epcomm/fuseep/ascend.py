@@ -13,7 +13,6 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -49,23 +48,21 @@ _MODE_1_COPIES, _MODE_1_ELEMENT_BYTES = 2, 2
 # The window of mode 2 holds 3 bytes for each element of a row, 1 in dispatch (INT8) and 2 in
 # combine, and 10 MB more; an MB is 2**20 bytes, as in HCCL_BUFFSIZE.
 _MODE_2_ELEMENT_BYTES, _MODE_2_EXTRA_BYTES = 3, 10 * 2**20
-_CALLS: Mapping[str, Sequence[str]] = MappingProxyType(
-    {
-        "__init__": ("group", "low_latency_mode"),
-        "fused_deep_moe": (
-            "x",
-            "topk_idx",
-            "topk_weights",
-            "gmm1_permuted_weight",
-            "gmm1_permuted_weight_scale",
-            "gmm2_weight",
-            "gmm2_weight_scale",
-            "num_max_dispatch_tokens_per_rank",
-            "num_experts",
-            "fuse_mode",
-        ),
-    }
-)
+_CALLS: Mapping[str, Sequence[str]] = {
+    "__init__": ("group", "low_latency_mode"),
+    "fused_deep_moe": (
+        "x",
+        "topk_idx",
+        "topk_weights",
+        "gmm1_permuted_weight",
+        "gmm1_permuted_weight_scale",
+        "gmm2_weight",
+        "gmm2_weight_scale",
+        "num_max_dispatch_tokens_per_rank",
+        "num_experts",
+        "fuse_mode",
+    ),
+}
 # Tokens of a rank in one call of an operator: the documented limit of mode 1. Mode 2 gets no more,
 # which bounds its window and its rows.
 MAX_CALL_TOKENS = 256

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 
 
 class DeepEPKind(StrEnum):
@@ -55,18 +54,16 @@ class Variable:
 # Variables that the Buffer of V1 sets in the process, for all users of NVSHMEM, if ranks are on
 # several hosts or low_latency_mode is on.
 # Source: deepseek-ai/DeepEP, deep_ep/buffers/legacy.py, Buffer.__init__.
-_V1_WRITES = MappingProxyType(
-    {
-        "NVSHMEM_DISABLE_P2P": "0; 1 with allow_nvlink_for_low_latency_mode=False",
-        "NVSHMEM_IB_ENABLE_IBGDA": "1",
-        "NVSHMEM_IBGDA_NUM_RC_PER_PE": "num_qps_per_rank, 24 by default",
-        "NVSHMEM_QP_DEPTH": "1024, unless it is set",
-        "NVSHMEM_MAX_TEAMS": "7",
-        "NVSHMEM_DISABLE_NVLS": "1",
-        "NVSHMEM_CUMEM_GRANULARITY": "536870912",
-        "NVSHMEM_DISABLE_MNNVL": "1, unless allow_mnnvl=True",
-    }
-)
+_V1_WRITES: Mapping[str, str] = {
+    "NVSHMEM_DISABLE_P2P": "0; 1 with allow_nvlink_for_low_latency_mode=False",
+    "NVSHMEM_IB_ENABLE_IBGDA": "1",
+    "NVSHMEM_IBGDA_NUM_RC_PER_PE": "num_qps_per_rank, 24 by default",
+    "NVSHMEM_QP_DEPTH": "1024, unless it is set",
+    "NVSHMEM_MAX_TEAMS": "7",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "NVSHMEM_CUMEM_GRANULARITY": "536870912",
+    "NVSHMEM_DISABLE_MNNVL": "1, unless allow_mnnvl=True",
+}
 # Entries of a queue. Source: deep_ep asserts NVSHMEM_QP_DEPTH >= 2 (M + 1) in low latency.
 _QUEUE_DEPTH, _DEFAULT_QUEUE_DEPTH = "NVSHMEM_QP_DEPTH", "1024"
 
@@ -74,16 +71,14 @@ _QUEUE_DEPTH, _DEFAULT_QUEUE_DEPTH = "NVSHMEM_QP_DEPTH", "1024"
 _NAMES = re.compile(r"^ *(?:(?:class|def|async def) +(\w+)|([A-Z_]+) *=)", re.MULTILINE)
 
 # Who reads variables with each prefix, and the remedy.
-_READERS = MappingProxyType(
-    {
-        "NVSHMEM_": "every user of NVSHMEM in the process reads it",
-        "EP_": "deep_ep V2 reads such names; set the same value on all ranks",
-        "DEEP_": "the deep_ep for Ascend reads such names, which may change numbers or layouts; "
-        "unset it",
-        "DEEPEP_": "the deep_ep for Ascend reads such names for its sizes; set the same value on "
-        "all ranks",
-    }
-)
+_READERS: Mapping[str, str] = {
+    "NVSHMEM_": "every user of NVSHMEM in the process reads it",
+    "EP_": "deep_ep V2 reads such names; set the same value on all ranks",
+    "DEEP_": "the deep_ep for Ascend reads such names, which may change numbers or layouts; "
+    "unset it",
+    "DEEPEP_": "the deep_ep for Ascend reads such names for its sizes; set the same value on "
+    "all ranks",
+}
 
 
 def find_deep_ep() -> InstalledDeepEP | None:

@@ -92,14 +92,6 @@ _PURPOSES: Mapping[str, tuple[str, str]] = {
     ),
     "torch_npu": ("Ascend devices", "install it only where the Ascend toolkit is"),
 }
-_DEEP_EP_TEXT: Mapping[DeepEPKind, str] = {
-    DeepEPKind.V1: "DeepEP V1 (Buffer)",
-    DeepEPKind.V2: "DeepEP V2 (ElasticBuffer)",
-    DeepEPKind.HYBRID: "DeepEP, Hybrid branch (HybridEPBuffer)",
-    DeepEPKind.ASCEND: "sgl-kernel-npu, for Ascend (fused_deep_moe)",
-    DeepEPKind.DROP_IN: "the drop-in epcomm.integrations.deep_ep, which is not a backend",
-    DeepEPKind.UNKNOWN: "an unknown package: it defines no Buffer",
-}
 
 
 def find_platform(machine: Machine) -> tuple[Finding, ...]:
@@ -205,7 +197,7 @@ def _mpi4py(machine: Machine, version: str) -> Finding:
 def _deep_ep(machine: Machine, version: str) -> Finding:
     found = machine.find_deep_ep()
     kind = DeepEPKind.UNKNOWN if found is None else found.kind
-    detail = f"{version}, {_DEEP_EP_TEXT[kind]}"
+    detail = f"{version}, {kind.value}"
     if kind is DeepEPKind.UNKNOWN:
         return _found("deep_ep", detail, "uninstall it; build deep_ep from source if you need it")
     answer = machine.run_program(_DEEP_EP_PROGRAM)

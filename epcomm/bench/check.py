@@ -4,8 +4,6 @@ Expert e multiplies its rows by 1, 2 or 4, so y = x * sum of w_k * factor(e_k), 
 row is missing, or is another token's or at another expert. No contender runs code of this module.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Start ranks on this machine's CPU, or join those that torchrun has started."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """The results of a run of `epcomm bench`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

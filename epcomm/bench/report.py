@@ -1,7 +1,5 @@
 """Write a report of `epcomm bench` as JSON, as a table for the terminal, and as advice."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Find the contenders that serve here, check them, time them in turn, and report the results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

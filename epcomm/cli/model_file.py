@@ -4,8 +4,6 @@ Families use different names for a size, and transformers maps the names when it
 Source: attribute_map and fields of the configurations in transformers 5.23.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Container
 from pathlib import Path

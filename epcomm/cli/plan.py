@@ -1,7 +1,5 @@
 """`epcomm plan`: what would serve a layer, at which cost; no group and no GPU needed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,5 @@
 """The output of `epcomm plan`: a record, whose keys docs/commands.md lists, and its text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any

@@ -7,8 +7,6 @@ Source: sgl-kernel-npu, its documentation and the tiling of its operators; sizes
 dispatch_ffn_combine and mega_moe: vllm-ascend. This code has not run on an NPU.
 """
 
-from __future__ import annotations
-
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Rows are sent in the dtype that ranks agreed on when the layer was planned, what
 given: no rank can know another rank's dtype before it sends. y has the dtype of the rows given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Convert logical ids of experts to physical ones, by tables on the device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """The formats of rows on the wire, and the BufferSpec of a phase that has them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from epcomm.config import EPConfig

@@ -3,8 +3,6 @@
 The choice depends on the file, the mode and max_tokens_per_rank alone, which ranks agree on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@ A layer has two phases: prefill and training, and decode. Mode auto chooses a me
 every other mode serves both with one.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

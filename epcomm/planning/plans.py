@@ -1,7 +1,5 @@
 """The records of a plan: the choice of each phase, the rejected candidates and why."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 

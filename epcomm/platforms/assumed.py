@@ -1,7 +1,5 @@
 """Assumed machines, for plans of hardware that this machine does not have."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The packages that install as `deep_ep`: how to distinguish them, and their variables."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping, Set

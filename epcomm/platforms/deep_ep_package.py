@@ -1,7 +1,5 @@
 """The installed deep_ep: its kind, why its buffers cannot serve, and its import."""
 
-from __future__ import annotations
-
 from collections.abc import Set
 from dataclasses import replace
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The installed deep_gemm: whether it can run, and the functions that are used."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

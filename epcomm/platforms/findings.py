@@ -5,8 +5,6 @@ MPI library, whether deep_ep loads). torch_npu is never imported, because withou
 breaks torch.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Cache values that are computed from parameters, until these change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar

@@ -4,8 +4,6 @@ Rows are numbered by expert, by source rank and token within it. Every entry of 
 expert: -1 is not supported.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

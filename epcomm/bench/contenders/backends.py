@@ -1,7 +1,5 @@
 """The backends of epcomm as contenders, planned as for a layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -5,8 +5,6 @@ the rows have arrived; after group() the rows of an expert are neighbours, as a 
 them. combine starts from unweighted results, a row for each (token, expert), and ends with y.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Generic, TypeVar

@@ -10,8 +10,6 @@ Rows are grouped by expert, by source rank and token within an expert. Every ent
 expert: -1 is not supported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@
 With --replace before the program, the drop-in replaces an installed deep_ep.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Check the arguments of a call of deep_ep, so that all ranks can report what is wrong."""
 
-from __future__ import annotations
-
 from numbers import Integral
 from typing import NoReturn
 

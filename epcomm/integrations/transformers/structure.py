@@ -5,8 +5,6 @@ way.
 Source: the blocks of transformers 5.23.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Iterable, Mapping

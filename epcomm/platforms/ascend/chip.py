@@ -1,7 +1,5 @@
 """Find the Ascend chip of this process, without imports."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from enum import StrEnum

@@ -6,8 +6,6 @@ sent, so MOE_ENABLE_TOPK_NEG_ONE may have any value.
 Source: sgl-kernel-npu, deep_ep; not run on an NPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

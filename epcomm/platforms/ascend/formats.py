@@ -5,8 +5,6 @@ tile has 16 rows of 32 bytes. If the operator has no kernel, as on a CPU, matric
 Source: torch_npu's npu_format_cast; not run on an NPU.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """ElasticBuffer of DeepEP V2: its calls and signatures, translated to epcomm's buffers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import cast

@@ -34,12 +34,12 @@ from epcomm import EPConfig, EPGroup, Mode, MoESpec, TopKOutput, WireDtype
 from epcomm.bench.check import check_contender, run_experts
 from epcomm.bench.contenders.all_gather import all_gather, reduce_scatter
 from epcomm.bench.contenders.backends import Epcomm
-from epcomm.bench.contenders.base import SentBytes
 from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.options import BenchOptions, read_numbers
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import Percentiles, captured
 from epcomm.bench.turns import Timed, call_of, time_all, time_launch
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.cli.records import takes_records
 from epcomm.quantization import quantizer_for
 from epcomm.records import DispatchOutput
@@ -83,7 +83,7 @@ def open_normal(
         num_sms=num_sms if group.device.type == "cuda" else None,
     )
     normal = NormalRows(group, options.moe_spec(), config, batches[group.rank])
-    check_contender(normal, batches, group.rank, num_local)
+    check_contender(normal, batches[group.rank], group.rank * num_local)
     return normal
 
 
@@ -95,7 +95,8 @@ def open_low_latency(options: BenchOptions, group: EPGroup, batches: list[RankBa
     """
     config = options.config(Mode.LOW_LATENCY, options.tokens[0], _backend(group))
     contender = Epcomm(group, options.moe_spec(), config)
-    check_contender(contender, batches, group.rank, options.experts // group.world_size)
+    first_expert = group.rank * (options.experts // group.world_size)
+    check_contender(contender, batches[group.rank], first_expert)
     return contender
 
 
@@ -199,7 +200,7 @@ def by_sms(options: BenchOptions, num_sms: int) -> dict[str, object]:
             spans, sent = on_sms(replace(options, wire=WIRES[wire]), num_sms, group)
         name = "dispatch_fp8" if wire == "fp8" else "dispatch"
         us |= {name: spans["dispatch"], "combine": spans["combine"]}
-        num_bytes |= {name: sent.dispatch, "combine": sent.combine}
+        num_bytes |= {name: sent.dispatch_bytes, "combine": sent.combine_bytes}
     return {
         "num_sms": num_sms,
         "us": {name: asdict(each) for name, each in us.items()},
@@ -209,12 +210,12 @@ def by_sms(options: BenchOptions, num_sms: int) -> dict[str, object]:
 
 def on_sms(
     options: BenchOptions, num_sms: int, group: EPGroup
-) -> tuple[dict[str, Percentiles], SentBytes]:
+) -> tuple[dict[str, Percentiles], BufferTraffic]:
     """Return times of normal mode, and the bytes of the rank that sends most.   Collective: yes."""
     batches = options.make_batches(options.tokens[0], group.world_size, group.device)
     batch, first_expert = batches[group.rank], group.rank * options.experts // group.world_size
     normal = open_normal(options, group, num_sms, batches)
-    sent = max(of_all_ranks(normal.sent_bytes(batch)), key=lambda each: each.total)
+    sent = max(of_all_ranks(normal.sent_bytes(batch)), key=lambda each: each.total_bytes)
     found = time_all({"normal": call_of(normal, batch, first_expert)}, group.device, options)
     normal.check()
     return found["normal"], sent

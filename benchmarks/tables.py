@@ -7,7 +7,7 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import Any
 
-from epcomm.bench.advice import TITLES
+from epcomm.bench.report import TITLES
 from epcomm.planning.measurements import BENCHMARK
 
 # A result as its program wrote it. The keys depend on the kind of result.

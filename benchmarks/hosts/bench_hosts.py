@@ -85,7 +85,7 @@ def _contender_record(timing: Timing, num_bytes: float) -> Mapping[str, object]:
     }
     return {
         "ms": ms,
-        "sent_bytes": {**asdict(timing.sent_bytes), "total": timing.sent_bytes.total},
+        "sent_bytes": {**asdict(timing.sent_bytes), "total": timing.sent_bytes.total_bytes},
         "host_bytes": {"total": num_bytes},
     }
 

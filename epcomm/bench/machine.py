@@ -1,7 +1,5 @@
 """Describe what a result depends on in addition to the code: hardware and versions."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """The options of a run of `epcomm bench`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import NoReturn

@@ -1,7 +1,5 @@
 """Start ranks on this machine's CPU, or join those that torchrun has started."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
@@ -33,11 +31,7 @@ _PATIENCE_S = 2.0
 
 
 def ranks_of_environment() -> int | None:
-    """Return the number of ranks that torchrun has started; None without torchrun. Local.
-
-    Raises:
-        ConfigError: the variables of torchrun are not numbers.
-    """
+    """Return the number of ranks that torchrun has started; None without torchrun. Local."""
     variables = environment()
     if "RANK" not in variables or "WORLD_SIZE" not in variables:
         return None

@@ -1,13 +1,11 @@
 """The results of a run of `epcomm bench`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from epcomm.bench.bounds import Bound
-from epcomm.bench.contenders.base import SentBytes
 from epcomm.bench.timing import Percentiles
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 
 
@@ -31,7 +29,7 @@ class Timing:
     us: Mapping[str, Percentiles] = field(default_factory=dict)
     runner: str = ""
     weights: str = ""
-    sent_bytes: SentBytes | None = None
+    sent_bytes: BufferTraffic | None = None
 
     @property
     def is_of_torch(self) -> bool:

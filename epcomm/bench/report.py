@@ -1,18 +1,24 @@
-"""Write a report of `epcomm bench` as JSON, and as a table for the terminal."""
-
-from __future__ import annotations
+"""Write a report of `epcomm bench` as JSON, as a table for the terminal, and as advice."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from rich import box
 from rich.table import Column, Table
 
-from epcomm.bench.advice import TITLES
+from epcomm.bench.contenders.all_gather import AllGather
+from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.records import Report, Timing
 from epcomm.planning.measurements import BENCHMARK
+
+# The names in tables of the contenders that are plain torch.
+TITLES = {
+    ExpertRows.name: "rows over all-to-all",
+    AllGather.name: "all-gather and reduce-scatter",
+}
 
 
 def as_json(report: Report) -> str:
@@ -32,7 +38,7 @@ def _as_record(timing: Timing) -> Mapping[str, Any]:
     if timing.sent_bytes is None:
         del values["sent_bytes"]
     else:
-        values["sent_bytes"]["total"] = timing.sent_bytes.total
+        values["sent_bytes"]["total"] = timing.sent_bytes.total_bytes
     return values
 
 
@@ -72,7 +78,7 @@ def times_table(report: Report) -> Table:
                 times += [each.whole.p50, each.whole.p95, each.whole.p99]
                 cells = [f"{us:.0f}" for us in times]
                 if each.sent_bytes is not None:
-                    cells.append(f"{each.sent_bytes.total / 1e6:.2f}")
+                    cells.append(f"{each.sent_bytes.total_bytes / 1e6:.2f}")
                 table.add_row(str(each.tokens), each.mode or "torch", name_of(each), *cells)
         table.add_section()
     return table
@@ -82,3 +88,48 @@ def name_of(timing: Timing) -> str:
     """Return what was timed in one mode: the backend, the experts, and whether in a graph."""
     parts = [TITLES.get(timing.backend, timing.backend), timing.weights, timing.runner]
     return ", ".join(filter(None, [*parts, "graph" if timing.in_graph else ""]))
+
+
+def advise(timings: Sequence[Timing]) -> str:
+    """Return the sentence, which also names each T at which plain torch is faster.
+
+    Worked example, medians of 10 and 20 us at T = 1, of 90 and 40 us at T = 128:
+
+        Take mode low_latency on backend nvlink at T = 1, and mode normal on backend nvlink at
+        T = 128.
+    """
+    best = _best_by_tokens(each for each in timings if not each.is_of_torch)
+    if not best:
+        return "Nothing of epcomm was measured here, so there is nothing to take."
+    parts = []
+    for (mode, backend), group in groupby(
+        best.values(), key=lambda each: (each.mode, each.backend)
+    ):
+        tokens = [each.tokens for each in group]
+        span = f"from T = {tokens[0]} to {tokens[-1]}" if len(tokens) > 1 else f"at T = {tokens[0]}"
+        parts.append(f"mode {mode} on backend {backend} {span}")
+    sentence = f"Take {_listed(parts)}"
+    of_torch = _best_by_tokens(each for each in timings if each.is_of_torch)
+    faster = [
+        f"{TITLES[other.backend]} at T = {tokens} ({other.whole.p50:.0f} us, not "
+        f"{best[tokens].whole.p50:.0f})"
+        for tokens, other in of_torch.items()
+        if tokens in best and other.whole.p50 < best[tokens].whole.p50
+    ]
+    if faster:
+        sentence += f"; torch alone is faster with {_listed(faster)}"
+    return f"{sentence}."
+
+
+def _best_by_tokens(timings: Iterable[Timing]) -> dict[int, Timing]:
+    """Return the fastest at each T, in order of T."""
+    best: dict[int, Timing] = {}
+    for each in sorted(timings, key=lambda each: (each.tokens, each.whole.p50)):
+        best.setdefault(each.tokens, each)
+    return best
+
+
+def _listed(parts: Sequence[str]) -> str:
+    if len(parts) < 3:
+        return ", and ".join(parts)
+    return f"{', '.join(parts[:-1])}, and {parts[-1]}"

@@ -1,17 +1,13 @@
 """Find the contenders that serve here, check them, time them in turn, and report the results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
-from epcomm.bench.advice import advise
 from epcomm.bench.bounds import measure_rates
 from epcomm.bench.check import CheckError, check_contender
 from epcomm.bench.contenders.all_gather import AllGather
@@ -23,15 +19,17 @@ from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.options import BenchOptions, described
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Report, Timing, Wrong
+from epcomm.bench.report import advise
 from epcomm.bench.turns import call_of, is_in_graph, time_all
 from epcomm.errors import BackendUnavailable, ConfigError
 from epcomm.group import EPGroup
 from epcomm.testing.data import RankBatch
 
 # The contenders that are plain torch, by name, each made for a number of experts.
-ALTERNATIVES: Mapping[str, Callable[[int], Contender]] = MappingProxyType(
-    {ExpertRows.name: ExpertRows, AllGather.name: AllGather}
-)
+ALTERNATIVES: Mapping[str, Callable[[int], Contender]] = {
+    ExpertRows.name: ExpertRows,
+    AllGather.name: AllGather,
+}
 
 
 def run_bench(options: BenchOptions, on_round: Callable[[int], None]) -> Report:
@@ -80,7 +78,7 @@ def _measure_pairs(
 ) -> None:
     """Check and time all contenders at one T; batches: of all ranks. Collective: yes."""
     batch, tokens = batches[group.rank], len(batches[group.rank].x)
-    num_local = options.experts // group.world_size
+    first_expert = group.rank * (options.experts // group.world_size)
     opened: list[Contender] = []
     for mode, backend in product(options.modes, options.backends):
         config = options.config(mode, tokens, backend)
@@ -91,16 +89,16 @@ def _measure_pairs(
     right: list[Contender] = []
     for contender in [*opened, *(make(options.experts) for make in ALTERNATIVES.values())]:
         try:
-            check_contender(contender, batches, group.rank, num_local)
+            check_contender(contender, batch, first_expert)
         except CheckError as fault:
             report.wrong.append(Wrong(name=contender.name, tokens=tokens, fault=str(fault)))
         else:
             right.append(contender)
     sent = {
-        each.name: max(of_all_ranks(each.sent_bytes(batch)), key=lambda rank: rank.total)
+        each.name: max(of_all_ranks(each.sent_bytes(batch)), key=lambda rank: rank.total_bytes)
         for each in right
     }
-    calls = {each.name: call_of(each, batch, group.rank * num_local) for each in right}
+    calls = {each.name: call_of(each, batch, first_expert) for each in right}
     us = time_all(calls, group.device, options, on_round=on_round)
     for contender in right:
         contender.check()

@@ -29,6 +29,16 @@ class BufferTraffic:
         names = [field.name for field in fields(self)]
         return BufferTraffic(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
+    def __sub__(self, other: BufferTraffic) -> BufferTraffic:
+        """Return the differences by kind."""
+        names = [field.name for field in fields(self)]
+        return BufferTraffic(**{name: getattr(self, name) - getattr(other, name) for name in names})
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all kinds."""
+        return self.dispatch_bytes + self.combine_bytes + self.control_bytes
+
 
 class TrafficMeter:
     """Adds up BufferTraffic for one rank."""

@@ -3,8 +3,6 @@
 Nothing with side effects is imported into this process, see platforms.findings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """`epcomm doctor`: what works on this machine, and what to do next."""
 
-from __future__ import annotations
-
 import json as json_module
 import sys
 from collections.abc import Sequence

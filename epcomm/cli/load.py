@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def load_command(
-    file: Annotated[Path, typer.Argument(help="What ExpertLoad.as_json() returned.")],
+    file: Annotated[
+        Path,
+        typer.Argument(exists=True, dir_okay=False, help="What ExpertLoad.as_json() returned."),
+    ],
     plot: Annotated[
         Path | None, typer.Option(help="Draw a heatmap there: .png, .svg; needs matplotlib.")
     ] = None,
@@ -33,7 +36,7 @@ def load_command(
     try:
         if plot is not None:
             check_plot(plot, command="epcomm load")
-        load = ExpertLoad.from_file(file)
+        load = ExpertLoad.from_json(file.read_text("utf-8", errors="replace"))
         if plot is not None:
             check_writable(plot, command="epcomm load")
             draw_load(load).savefig(plot, dpi=110)

@@ -4,8 +4,6 @@ Families use different names for a size, and transformers maps the names when it
 Source: attribute_map and fields of the configurations in transformers 5.23.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Container
 from pathlib import Path
@@ -51,9 +49,6 @@ def read_model_file(path: Path, said: Container[str] = ()) -> dict[str, Any]:
         path: the file.
         said: names of values that the user has passed. They are neither checked nor returned; they
             may have a form that is not supported, such as one number for each layer.
-
-    Raises:
-        ConfigError: the file cannot be read, is not a JSON object, or has an invalid value.
     """
     try:
         values = json.loads(path.read_text("utf-8"))

@@ -1,7 +1,5 @@
 """Refuse bad input of commands in one line on stderr, with exit code 2."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import partial

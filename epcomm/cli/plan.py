@@ -1,7 +1,5 @@
 """`epcomm plan`: what would serve a layer, at which cost; no group and no GPU needed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass, fields, replace
@@ -13,7 +11,7 @@ import typer
 
 from epcomm.cli.model_file import read_model_file
 from epcomm.cli.one_line import BadInput
-from epcomm.cli.plan_output import print_plan, record_of
+from epcomm.cli.plan_output import record_of, text_of
 from epcomm.cli.records import takes_records
 from epcomm.config import EPConfig
 from epcomm.errors import BackendUnavailable, ConfigError, EPError, PlanRefused, shown
@@ -198,7 +196,7 @@ def plan_command(
     if output.json:
         sys.stdout.write(json.dumps(record, indent=1) + "\n")
     else:
-        print_plan(chosen, record, in_file.get("model_type"))
+        sys.stdout.write(text_of(chosen, record, in_file.get("model_type")))
 
 
 def _layer_of(

@@ -1,14 +1,8 @@
-"""The output of `epcomm plan`: a record, whose keys docs/commands.md lists, and its tables."""
+"""The output of `epcomm plan`: a record, whose keys docs/commands.md lists, and its text."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 
 from epcomm.bench.machine import version_of
 from epcomm.config import EPConfig, Mode
@@ -22,8 +16,6 @@ from epcomm.types import WireDtype
 from epcomm.weights.unquantized import ExpertTensors
 
 _NO_LIMIT = "no limit"
-# Parts of the record of a phase that have separate tables.
-_TABLES = ("memory", "rejected")
 
 
 def record_of(
@@ -100,121 +92,35 @@ def _rebalance(
     return {"redundant_bytes": redundant_bytes, **asdict(memory)}
 
 
-def print_plan(chosen: EPPlan, record: Mapping[str, Any], model_type: str | None) -> None:
-    """Print the tables of a plan.
+def text_of(chosen: EPPlan, record: Mapping[str, Any], model_type: str | None) -> str:
+    """Return the explanation of a plan, with its layer and with what depends on the experts.
 
     record: from record_of().   model_type: of the --model file.
     """
-    console, layer = Console(), record["layer"]
-    phases: Mapping[str, Mapping[str, Any]] = record["phases"]
+    layer, memory = record["layer"], record["rebalance"]
     num_ranks, num_experts = layer["ranks"], layer["num_experts"]
     lines = [
         f"{num_experts} experts on {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}, "
         f"{num_experts // num_ranks} each; hidden size {layer['hidden_size']}, top "
         f"{layer['top_k']}, {layer['dtype']}",
         *([] if model_type is None else [f"model: {model_type}"]),
-        *(f"assumed: {fact}" for fact in record["assumed"]),
+        chosen.explain(),
     ]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    console.print(_choice_table(phases))
-    lines = [] if chosen.decode_lacks is None else [f"no decode: {chosen.decode_lacks}"]
-    lines.append(_who_computes(chosen))
-    console.print("\n".join(lines), markup=False, highlight=False)
-    console.print(_rejection_table(record))
     if chosen.prefill.mode is Mode.FUSEEP:
-        console.print(_fused_table(chosen.prefill))
-    for name, phase in phases.items():
-        console.print(_memory_table(name, phase["memory"]))
-    memory = record["rebalance"]
-    if memory is not None:
-        rows = [
-            ("redundant experts", memory["redundant_bytes"]),
-            ("a rebalance, on the device", memory["device_bytes"]),
-            ("a rebalance, on the host", memory["host_bytes"]),
-        ]
-        cells = [(name, _bytes_or(size, "pass --intermediate-size")) for name, size in rows]
-        console.print(_sizes_table(("memory of placed experts", "a rank, at most"), cells))
-
-
-def _who_computes(chosen: EPPlan) -> str:
-    if chosen.prefill.mode is Mode.FUSEEP:
-        return f"no runner: {chosen.prefill.backend} computes the experts itself"
-    if chosen.runner is None:
-        return "no runner chosen: the size of the experts is unknown; pass --intermediate-size"
-    return f"runner: {chosen.runner}"
-
-
-def _choice_table(phases: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table("chosen", *phases)
-    columns = [dict(_cells(phase)) for phase in phases.values()]
-    for label in dict.fromkeys(label for column in columns for label in column):
-        table.add_row(label, *(escape(column.get(label, "")) for column in columns))
-    return table
-
-
-def _cells(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the labels and texts of a record, without what is null."""
-    for key, value in values.items():
-        label = f"{prefix}{key.replace('_', ' ')}"
-        if isinstance(value, Mapping):
-            yield from _cells(value, f"{label}: ")
-        elif isinstance(value, bool):
-            yield label, "yes" if value else "no"
-        elif isinstance(value, int) and "bytes" in label:
-            yield label, bytes_text(value)
-        elif value is not None and key not in _TABLES:
-            yield label, str(value)
-
-
-def _rejection_table(record: Mapping[str, Any]) -> Table:
-    table = Table("rejected", "for", "why")
-    rejected = {name: phase["rejected"] for name, phase in record["phases"].items()}
-    for what, found in (rejected | {"runner": record["rejected_runners"]}).items():
-        for each in found:
-            table.add_row(each["name"], what, escape("\n".join(each["reasons"])))
-    return table
-
-
-def _memory_table(phase: str, regions: list[Mapping[str, Any]]) -> Table:
-    rows = [
-        (
-            region["region"],
-            _bytes_or(region["bytes_per_token"], "fixed"),
-            _bytes_or(region["max_bytes"], _NO_LIMIT),
-        )
-        for region in regions
-    ]
-    return _sizes_table(
-        (f"memory of a call, {phase}", "a token, all ranks", "a rank, at most"), rows
-    )
-
-
-def _sizes_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    name, *sizes = headings
-    table = Table(Column(name, no_wrap=True), *(Column(each, justify="right") for each in sizes))
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _bytes_or(number: int | None, otherwise: str) -> str:
-    return otherwise if number is None else bytes_text(number)
-
-
-def _fused_table(phase: PhasePlan) -> Table:
-    """Return a column for every operator, also if it was rejected: many plan on another machine.
-
-    The HCCL window and the packed experts, which do not replace those of the checkpoint, are of one
-    rank.
-    """
-    table = Table("operator", *(Column(name, overflow="fold") for name in FUSED))
-    rows = [_properties(name, phase) for name in FUSED]
-    for label in rows[0]:
-        table.add_row(label, *(row.get(label, "none") for row in rows))
-    return table
+        # Of all operators, also rejected ones, because many plan on another machine.
+        for name in FUSED:
+            properties = _properties(name, chosen.prefill).items()
+            lines.append(f"{name}: {'; '.join(f'{label} {text}' for label, text in properties)}")
+    elif chosen.runner is None:
+        lines.append("no runner: the size of the experts is unknown; pass --intermediate-size")
+    for name, size in (memory or {}).items():
+        text = "unknown; pass --intermediate-size" if size is None else bytes_text(size)
+        lines.append(f"placed experts, {name.replace('_', ' ')} of a rank, at most: {text}")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _properties(name: str, phase: PhasePlan) -> dict[str, str]:
+    """Return the limits of a fused operator, and its window and packed experts on one rank."""
     operator = fused_class(class_names(name)[0])
     if not issubclass(operator, AscendFused):
         return {"chip": "any", **_limits(Limits())}

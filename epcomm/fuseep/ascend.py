@@ -3,16 +3,14 @@
 A call takes at most 256 tokens of a rank (mega_moe: 4096). Every rank makes the number of calls
 that the longest batch needs; without tokens it passes one row of weight 0. The operators have no
 backward and do not report unsuitable sizes, so limits are checked before the first call.
-Source: sgl-kernel-npu; this code has not run on an NPU.
+Source: sgl-kernel-npu, its documentation and the tiling of its operators; sizes of
+dispatch_ffn_combine and mega_moe: vllm-ascend. This code has not run on an NPU.
 """
-
-from __future__ import annotations
 
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -24,15 +22,8 @@ from epcomm.buffers.sizes import Region
 from epcomm.buffers.vendor import COMBINE, DISPATCH
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
-from epcomm.fuseep.limits import (
-    DISPATCH_FFN_COMBINE_LIMITS,
-    FUSED_DEEP_MOE_LIMITS,
-    MAX_CALL_TOKENS,
-    MEGA_MOE_LIMITS,
-    max_call_tokens,
-    max_received_rows,
-)
 from epcomm.fuseep.weights import (
+    TILE,
     DispatchFFNCombineWeights,
     FusedDeepMoEWeights,
     MegaMoEWeights,
@@ -41,8 +32,8 @@ from epcomm.fuseep.weights import (
 from epcomm.ops.masked_entries import fill_masked_entries, has_no_expert
 from epcomm.platforms.ascend.chip import Soc, current_soc
 from epcomm.platforms.ascend.environment import variable_reasons, window_reasons
-from epcomm.platforms.ascend.formats import nz_reasons
-from epcomm.platforms.ascend.limits import Limits
+from epcomm.platforms.ascend.formats import TILE_ROWS, nz_reasons
+from epcomm.platforms.ascend.limits import MAX_EXPERTS, Limits
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import Availability, BufferCaps, BufferSpec
@@ -55,23 +46,24 @@ _MODE_1_COPIES, _MODE_1_ELEMENT_BYTES = 2, 2
 # The window of mode 2 holds 3 bytes for each element of a row, 1 in dispatch (INT8) and 2 in
 # combine, and 10 MB more; an MB is 2**20 bytes, as in HCCL_BUFFSIZE.
 _MODE_2_ELEMENT_BYTES, _MODE_2_EXTRA_BYTES = 3, 10 * 2**20
-_CALLS: Mapping[str, Sequence[str]] = MappingProxyType(
-    {
-        "__init__": ("group", "low_latency_mode"),
-        "fused_deep_moe": (
-            "x",
-            "topk_idx",
-            "topk_weights",
-            "gmm1_permuted_weight",
-            "gmm1_permuted_weight_scale",
-            "gmm2_weight",
-            "gmm2_weight_scale",
-            "num_max_dispatch_tokens_per_rank",
-            "num_experts",
-            "fuse_mode",
-        ),
-    }
-)
+_CALLS: Mapping[str, Sequence[str]] = {
+    "__init__": ("group", "low_latency_mode"),
+    "fused_deep_moe": (
+        "x",
+        "topk_idx",
+        "topk_weights",
+        "gmm1_permuted_weight",
+        "gmm1_permuted_weight_scale",
+        "gmm2_weight",
+        "gmm2_weight_scale",
+        "num_max_dispatch_tokens_per_rank",
+        "num_experts",
+        "fuse_mode",
+    ),
+}
+# Tokens of a rank in one call of an operator: the documented limit of mode 1. Mode 2 gets no more,
+# which bounds its window and its rows.
+MAX_CALL_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,7 +83,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
     """The base of the operators, which have static sizes: check() raises the faults.
 
     kind: the record of packed experts that the operator reads.
-    limits: the sizes that it takes.
+    limits: the sizes that it takes, some of which it does not check itself.
     soc: the chip that it serves.   on_a5: why it does not serve A5.
     has_slot_budget: max_recv_slots limits the rows that a rank receives.
     """
@@ -142,11 +134,11 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         if soc is not None and soc in refused:
             reasons.append(f"the chip is {soc}, expected {cls.soc}: {refused[soc]}")
         reasons += cls.limits.reasons(spec, world_size)
-        budget, rows = spec.max_recv_slots, max_received_rows(spec, world_size, cls.limits)
+        budget, rows = spec.max_recv_slots, cls.max_received_rows(spec, world_size)
         if cls.has_slot_budget and budget is not None and budget < rows:
             reasons.append(
                 f"max_recv_slots is {budget}, but a rank may receive {rows} rows "
-                f"({max_call_tokens(spec, cls.limits)} tokens * {world_size} ranks * "
+                f"({cls.max_call_tokens(spec)} tokens * {world_size} ranks * "
                 f"{min(spec.top_k, spec.num_local_experts)} experts of a rank), and rows beyond it "
                 f"would vanish silently; set it to {rows} or leave it None"
             )
@@ -171,6 +163,22 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
     def window_bytes(cls, spec: BufferSpec, world_size: int) -> int | None:
         """Return the bytes of the HCCL window; None if its size is not documented."""
         return None
+
+    @classmethod
+    def max_call_tokens(cls, spec: BufferSpec) -> int:
+        """Return the most tokens of this rank in one call; a longer batch takes several calls."""
+        assert spec.max_tokens_per_rank is not None, "static sizes have a limit"
+        return min(spec.max_tokens_per_rank, cls.limits.max_tokens or MAX_CALL_TOKENS)
+
+    @classmethod
+    def max_received_rows(cls, spec: BufferSpec, world_size: int) -> int:
+        """Return the most rows that a rank can receive in one call: max_output_size of mode 2.
+
+        The experts of a token are distinct, so a rank of L experts receives a token at most
+        min(K, L) times, and each of W ranks has max_call_tokens() tokens. (Upstream passes
+        M * W * K, which is too much if L < K.) The kernel drops further rows and reports nothing.
+        """
+        return cls.max_call_tokens(spec) * world_size * min(spec.top_k, spec.num_local_experts)
 
     @abstractmethod
     def _call_operator(self, chunk: _Chunk, experts: AscendPackedT) -> tuple[Tensor, Tensor]:
@@ -202,7 +210,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         parts = [y for (y, _), chunk in zip(outputs, chunks, strict=True) if not chunk.is_dummy]
         y = torch.cat(parts) if parts else call.unquantized
         y = y.masked_fill(is_empty, 0.0)
-        most = len(chunks) * max_received_rows(self._spec, self._world_size, self.limits)
+        most = len(chunks) * self.max_received_rows(self._spec, self._world_size)
         return FuseEPResult(
             y=y.masked_fill(has_failed, float("nan")),
             num_tokens_per_expert=counts,
@@ -280,17 +288,28 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
 
     name: ClassVar[str] = "fused_deep_moe"
     kind: ClassVar[type[PackedWeights]] = FusedDeepMoEWeights
-    limits: ClassVar[Limits] = FUSED_DEEP_MOE_LIMITS
+    limits: ClassVar[Limits] = Limits(
+        max_tokens=MAX_CALL_TOKENS,
+        hidden=(512, 7168),
+        # The weights of mode 1 are in NZ, whose rows are counted in whole tiles.
+        hidden_multiple=TILE_ROWS,
+        gate_up_columns=(1024, 6144),
+        gate_up_multiple=TILE,
+        top_k=12,
+        experts=MAX_EXPERTS,
+        # 24 is half of the 48 vector cores of A3.
+        local_experts=24,
+    )
     on_a5: ClassVar[str] = "fused_deep_moe takes MX weights there, not INT8"
 
     @classmethod
     def window_bytes(cls, spec: BufferSpec, world_size: int) -> int:
         # The rows of all ranks at every local expert.
-        slots = world_size * max_call_tokens(spec, cls.limits) * spec.num_local_experts
+        slots = world_size * cls.max_call_tokens(spec) * spec.num_local_experts
         return slots * spec.hidden_size * _MODE_1_ELEMENT_BYTES * _MODE_1_COPIES
 
     def _call_operator(self, chunk: _Chunk, experts: FusedDeepMoEWeights) -> tuple[Tensor, Tensor]:
-        most = max_call_tokens(self._spec, self.limits)
+        most = self.max_call_tokens(self._spec)
         y, counts = self._fused(chunk, experts, most, self._fuse_modes.FUSED_DEEP_MOE)
         # Counts are ordered by expert, then source rank.
         return y, counts.view(-1, self._world_size).sum(1)
@@ -304,7 +323,17 @@ class MegaMoE(AscendFused[MegaMoEWeights]):
 
     name: ClassVar[str] = "mega_moe"
     kind: ClassVar[type[PackedWeights]] = MegaMoEWeights
-    limits: ClassVar[Limits] = MEGA_MOE_LIMITS
+    limits: ClassVar[Limits] = Limits(
+        max_tokens=4096,
+        hidden=(1024, 8192),
+        hidden_multiple=512,
+        gate_up_columns=(1024, 6144),
+        gate_up_multiple=1024,
+        ranks=(2, 128),
+        top_k=16,
+        experts=1024,
+        local_experts=128,
+    )
     on_a5: ClassVar[str] = "mega_moe of deep_ep is documented for A3 alone"
 
     @classmethod
@@ -319,7 +348,7 @@ class MegaMoE(AscendFused[MegaMoEWeights]):
         return found.also(reasons)
 
     def _call_operator(self, chunk: _Chunk, experts: MegaMoEWeights) -> tuple[Tensor, Tensor]:
-        most = max_call_tokens(self._spec, self.limits)
+        most = self.max_call_tokens(self._spec)
         return self._fused(
             chunk, experts, most, self._fuse_modes.MEGA_MOE, lambda tensor: list(tensor.unbind())
         )
@@ -336,14 +365,21 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
     deprecated: ClassVar[str] = "CANN does not maintain it from 9.1 on; mega_moe replaces it"
     int8_profile: ClassVar[Int8Profile] = Int8Profile.DIVTRUNC16
     kind: ClassVar[type[PackedWeights]] = DispatchFFNCombineWeights
-    limits: ClassVar[Limits] = DISPATCH_FFN_COMBINE_LIMITS
+    limits: ClassVar[Limits] = Limits(
+        max_tokens=MAX_CALL_TOKENS,
+        hidden=(1024, 8192),
+        hidden_multiple=512,
+        gate_up_columns=(2048, 6144),
+        gate_up_multiple=1024,
+        ranks=(1, 64),
+    )
     on_a5: ClassVar[str] = "dispatch_ffn_combine does not exist there"
     has_slot_budget: ClassVar[bool] = True
 
     @classmethod
     def window_bytes(cls, spec: BufferSpec, world_size: int) -> int:
         # The operator refuses a smaller window; its message says 3 MB.
-        rows = max_call_tokens(spec, cls.limits) * spec.top_k
+        rows = cls.max_call_tokens(spec) * spec.top_k
         return _MODE_2_ELEMENT_BYTES * rows * spec.hidden_size + _MODE_2_EXTRA_BYTES
 
     def _call_operator(
@@ -351,6 +387,6 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
     ) -> tuple[Tensor, Tensor]:
         # In this mode the argument limits the rows that a rank receives, although its name says
         # tokens of a rank, and the operator drops rows beyond it.
-        most = max_received_rows(self._spec, self._world_size, self.limits)
+        most = self.max_received_rows(self._spec, self._world_size)
         most = max(most, self._spec.max_recv_slots or 0)
         return self._fused(chunk, experts, most, self._fuse_modes.DISPATCH_FFN_COMBINE)

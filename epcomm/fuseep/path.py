@@ -1,7 +1,5 @@
 """Define FuseEPPath, which computes y from (x, topk) with the fused operator of a plan."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -6,8 +6,6 @@ CollectiveBuffer moves the tokens and sums the weighted results in float32, so t
 rounded between the results of the experts and y.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

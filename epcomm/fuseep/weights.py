@@ -5,8 +5,6 @@ of another mode.
 Source: sgl-kernel-npu, fused_deep_moe; the tile of mode 1 is GMM1_L1N of its kernel.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Self

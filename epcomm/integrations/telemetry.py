@@ -1,7 +1,5 @@
 """Export the statistics of a model's layers as named numbers, and as text for Prometheus."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Activations between the two matrices of an expert, in plain torch."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

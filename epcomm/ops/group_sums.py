@@ -22,11 +22,10 @@ from torch import Tensor
 from epcomm.ops.slots import (
     AnyMembers,
     MemberTable,
+    as_members,
     mark_pairs,
-    members_of,
     number_pairs,
     reduce_rows,
-    row_ops_for,
     slots_by_row,
     sum_parts,
 )
@@ -184,13 +183,6 @@ def pair_table(sources: Tensor, columns: Tensor, numbers: Tensor, num_pairs: int
     table = torch.full((num_pairs + 1, top_k), -1, dtype=torch.int32, device=device)
     table[pair, entry] = sources.to(torch.int32)
     return table[:num_pairs]
-
-
-def as_members(table: Tensor, num_members: int, *, is_exact: bool = True) -> AnyMembers:
-    """Return the members of a table [N, K] in the form that reduce_rows() takes on its device."""
-    if row_ops_for(table) is not None:
-        return MemberTable(table=table.to(torch.int32).contiguous())
-    return members_of(table, num_members, is_exact=is_exact)
 
 
 def sum_weighted(rows: Tensor, members: AnyMembers, weights: Tensor | None) -> Tensor:

@@ -1,7 +1,5 @@
 """Replace -1 entries of topk_ids by unused experts with weight 0, for kernels without -1."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Rows are sent in the dtype that ranks agreed on when the layer was planned, what
 given: no rank can know another rank's dtype before it sends. y has the dtype of the rows given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -67,8 +65,6 @@ def check_cast(weights: ExpertTensors, convert: Callable[[Tensor], Tensor], wher
     convert: the function that nn.Module._apply() gets.   where: `rank 3 of 8`, for the message.
 
     Local.
-    Raises:
-        ConfigError: the dtype of codes or scales would change.
     """
     if not weights.wire_format.dtype.is_quantized:
         return

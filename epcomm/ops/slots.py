@@ -66,20 +66,6 @@ class Members:
         first, end = int(offsets[0]), int(offsets[-1])
         return Members(flat=self.flat[first:end], offsets=offsets - first)
 
-    def led(self) -> Members:
-        """Put source t in front of those of target t, whose numbers all grow by the targets.
-
-        The sources [5, 7] and [] become [0, 7, 9] and [1].   Host sync: none.
-        """
-        assert not self.has_tail, "a tail has no target"
-        targets = torch.arange(self.num_targets, device=self.flat.device)
-        target_of_member = torch.repeat_interleave(
-            targets, self.offsets.diff(), output_size=self.flat.shape[0]
-        )
-        order = torch.cat([targets, target_of_member]).argsort(stable=True)
-        flat = torch.cat([targets, self.flat + self.num_targets])[order]
-        return Members(flat=flat, offsets=self.offsets + F.pad(targets + 1, (1, 0)))
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemberTable:
@@ -93,13 +79,6 @@ class MemberTable:
     def part(self, targets: slice) -> MemberTable:
         """Return the members of a range of neighbouring targets. Host sync: none."""
         return MemberTable(table=self.table[targets])
-
-    def led(self) -> MemberTable:
-        """Put source t in front, as Members.led() does. Host sync: none."""
-        num_targets = self.table.shape[0]
-        first = torch.arange(num_targets, dtype=self.table.dtype, device=self.table.device)
-        moved = torch.where(self.table < 0, -1, self.table + num_targets)
-        return MemberTable(table=torch.cat([first.unsqueeze(1), moved], dim=1))
 
 
 AnyMembers = Members | MemberTable
@@ -119,6 +98,13 @@ def members_of(table: Tensor, num_members: int, *, is_exact: bool = True) -> Mem
         # The tail repeats some entry, which may be -1; the sum of the tail is cut off.
         flat, offsets = flat.clamp(min=0), F.pad(offsets, (0, 1), value=num_members)
     return Members(flat=flat, offsets=offsets, has_tail=not is_exact)
+
+
+def as_members(table: Tensor, num_members: int, *, is_exact: bool = True) -> AnyMembers:
+    """Return the members of a table [N, K] in the form that reduce_rows() takes on its device."""
+    if row_ops_for(table) is not None:
+        return MemberTable(table=table.to(torch.int32).contiguous())
+    return members_of(table, num_members, is_exact=is_exact)
 
 
 def mark_pairs(columns: Tensor, num_columns: int) -> Tensor:
@@ -404,13 +390,11 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
 
 
 def reduce_rows_onto(bias: Tensor, rows: Tensor, members: AnyMembers) -> Tensor:
-    """Sum as reduce_rows() does, onto bias [targets, H], of which each sum begins with a row.
-
-    bias: in sum_dtype() of the rows. For the sum there is a copy of the rows in this dtype.
+    """Sum as reduce_rows() does, and add bias [targets, H], in sum_dtype(), before the cast.
 
     Host sync: none.   Deterministic: yes.
     """
-    return reduce_rows(torch.cat([bias, rows.to(bias.dtype)]), members.led()).to(rows.dtype)
+    return (reduce_rows(rows.to(bias.dtype), members) + bias).to(rows.dtype)
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -567,11 +551,7 @@ _LOADERS: dict[str, Callable[[], TritonRowOps]] = {"cuda": _load_triton}
 
 
 def row_ops_of(device: torch.device) -> TritonRowOps | None:
-    """Return the kernels for tensors on `device`, or None where plain torch serves.
-
-    Raises:
-        BackendUnavailable: Triton is missing, which the kernels for CUDA need.
-    """
+    """Return the kernels for tensors on `device`, or None where plain torch serves."""
     loader = _LOADERS.get(device.type)
     return None if loader is None else loader()
 

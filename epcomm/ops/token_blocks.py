@@ -1,7 +1,5 @@
 """Compute tokens in blocks of one size, so that their bits are those of any number of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

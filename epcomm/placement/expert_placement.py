@@ -182,12 +182,7 @@ class ExpertPlacement:
 def check_sizes(
     caller: str, *, num_experts: int, num_ranks: int, num_hosts: int, num_physical_experts: int
 ) -> None:
-    """Refuse sizes that no placement can have. Local.
-
-    Raises:
-        ConfigError: hosts that do not divide the ranks, ranks that do not divide the physical
-            experts, fewer of these than logical ones, or more than one of each on every rank.
-    """
+    """Refuse sizes that no placement can have. Local."""
     sizes = {"num_experts": num_experts, "num_ranks": num_ranks, "num_hosts": num_hosts}
     for name, size in {**sizes, "num_physical_experts": num_physical_experts}.items():
         if not is_size(size):

@@ -28,11 +28,7 @@ class ExpertState:
     def of(
         cls, parameters: Mapping[str, Tensor], optimizer: Optimizer | None, num_local: int
     ) -> ExpertState:
-        """Collect the parameters, and what an optimizer keeps for each expert of them. Local.
-
-        Raises:
-            ConfigError: a parameter is not cut by experts, has a gradient, or is on meta.
-        """
+        """Collect the parameters, and what an optimizer keeps for each expert of them. Local."""
         found: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             if parameter.grad is not None:
@@ -78,11 +74,7 @@ class ExpertState:
 
 
 def check_placement(old: ExpertPlacement, new: object, where: str) -> None:
-    """Check that `new` is a placement with the sizes of the layer's. Local.
-
-    Raises:
-        ConfigError: `new` is not a placement, or its sizes differ.
-    """
+    """Check that `new` is a placement with the sizes of the layer's. Local."""
     if not isinstance(new, ExpertPlacement):
         raise ConfigError(
             f"rebalance: placement is {type(new).__name__}, expected an ExpertPlacement ({where}); "

@@ -10,7 +10,6 @@ import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -57,12 +56,8 @@ class ExpertLoad:
         return json.dumps(values) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, *, source: str = "text") -> ExpertLoad:
+    def from_json(cls, text: str) -> ExpertLoad:
         """Read what as_json() wrote.
-
-        Args:
-            text: the whole file.
-            source: the name of the file, for messages.
 
         Raises:
             ConfigError: the text is not JSON, or has another format.
@@ -75,26 +70,10 @@ class ExpertLoad:
             is_load, values, windows = False, {}, {}
         if not is_load or not all(map(_are_counts, windows.values())):
             raise ConfigError(
-                f"ExpertLoad.from_json: {source} is not the load of experts, expected what "
-                "ExpertLoad.as_json() returned; name another file"
+                "ExpertLoad.from_json: the text is not the load of experts, expected what "
+                "ExpertLoad.as_json() returned; read another file"
             )
         return cls(num_ranks=values["ranks"], windows_by_layer=windows)
-
-    @classmethod
-    def from_file(cls, path: Path) -> ExpertLoad:
-        """Read a file.
-
-        Raises:
-            ConfigError: the file cannot be read, or has another format.
-        """
-        try:
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is no text"
-            raise ConfigError(
-                f"ExpertLoad.from_file: {path} cannot be read ({why}); name another file"
-            ) from None
-        return cls.from_json(text, source=path.name)
 
 
 class LoadRecorder:

@@ -1,7 +1,5 @@
 """Convert logical ids of experts to physical ones, by tables on the device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -22,8 +20,6 @@ def first_placement(
     hosts: the hosts of the ranks, or None if they are not known.
 
     Local.
-    Raises:
-        ConfigError: too many experts are redundant.
     """
     if config.redundant_experts is None:
         return None

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
+from epcomm.collectives.base import Scalar
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import ConfigError, EPError
+from epcomm.group import EPGroup
 from epcomm.planning.formats import buffer_spec
 from epcomm.planning.measurements import Measurements, read_measurements
 from epcomm.planning.ranks import PlannedRanks
@@ -28,14 +30,9 @@ from epcomm.registry import (
     fused_class,
     runner_class,
 )
-from epcomm.spec import Availability, BufferCaps, BufferSpec
+from epcomm.spec import Availability, BufferCaps, BufferSpec, MoESpec
 from epcomm.types import Int8Profile, WireDtype, WireFormat
-
-if TYPE_CHECKING:
-    from epcomm.collectives.base import Scalar
-    from epcomm.group import EPGroup
-    from epcomm.spec import MoESpec
-    from epcomm.weights.unquantized import ExpertTensors
+from epcomm.weights.unquantized import ExpertTensors
 
 PREFILL, DECODE = "prefill", "decode"
 _RUNNER = "runner"

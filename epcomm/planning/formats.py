@@ -1,27 +1,18 @@
 """The formats of rows on the wire, and the BufferSpec of a phase that has them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from epcomm.config import EPConfig
 from epcomm.errors import ConfigError
 from epcomm.quantization import QUANTIZED_FORMATS
-from epcomm.spec import BufferSpec
+from epcomm.spec import BufferSpec, MoESpec
 from epcomm.types import ScaleDtype, WireDtype, WireFormat
-
-if TYPE_CHECKING:
-    from epcomm.spec import MoESpec
 
 
 def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFormat) -> BufferSpec:
     """Return the specification of a buffer for the configuration of a phase and the layer.
 
     wanted: the format that the experts read best, unless the configuration names one.
-
-    Raises:
-        ConfigError: the experts do not divide among the ranks, or the formats do not fit.
     """
     if spec.num_experts % world_size:
         raise ConfigError(

@@ -3,8 +3,6 @@
 The choice depends on the file, the mode and max_tokens_per_rank alone, which ranks agree on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -136,11 +134,7 @@ class PreferredOrder:
 
 
 def read_measurements(path: str | Path) -> Measurements:
-    """Read a file that `epcomm bench --output FILE` has written. Local.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a file of measurements.
-    """
+    """Read a file that `epcomm bench --output FILE` has written. Local."""
     path = Path(path)
     try:
         content = path.read_bytes()

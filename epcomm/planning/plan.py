@@ -4,17 +4,15 @@ A layer has two phases: prefill and training, and decode. Mode auto chooses a me
 every other mode serves both with one.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING
 
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError, PlanRefused, grouped, shown
+from epcomm.group import EPGroup
 from epcomm.planning.candidates import DECODE, PREFILL, PhaseSurvey, survey
 from epcomm.planning.measurements import Measurements, PreferredOrder
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
@@ -23,10 +21,7 @@ from epcomm.platforms.assumed import AssumedMachine
 from epcomm.registry import backend_class, class_names, runner_class
 from epcomm.spec import Availability, HostLayout, MoESpec
 from epcomm.types import MAX_RANKS, Int8Profile, WeightsAppliedBy, WireDtype, is_size
-
-if TYPE_CHECKING:
-    from epcomm.group import EPGroup
-    from epcomm.weights.unquantized import ExpertTensors
+from epcomm.weights.unquantized import ExpertTensors
 
 _logger = logging.getLogger(__name__)
 

@@ -1,7 +1,5 @@
 """The records of a plan: the choice of each phase, the rejected candidates and why."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -148,7 +146,8 @@ class PhasePlan:
             f"wire: dispatch {spec.dispatch_format}, combine {spec.hidden_format} (backward, too)",
             *(f"{name}: {text}" for name, text in self.unusual().items()),
             f"router weights applied by {self.weights_applied_by.value}; "
-            f"trainable: {self.caps.trainable}; host syncs a dispatch: {self.caps.host_syncs}",
+            f"trainable: {self.caps.trainable}; is capturable: {self.is_capturable}; "
+            f"host syncs a dispatch: {self.caps.host_syncs}",
             f"at most {per_token['dispatch']} B a token in dispatch, {per_token['combine']} B in "
             "combine, and "
             f"{self.header_bytes()} B of headers a dispatch",

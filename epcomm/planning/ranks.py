@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from epcomm.buffers.base import Backend
+from epcomm.group import EPGroup
 from epcomm.platforms.assumed import AssumedMachine
 from epcomm.platforms.machine import Machine, this_machine
 from epcomm.platforms.nvlink import PeerReach, reach_reasons
 from epcomm.spec import BufferCaps, BufferSpec, HostLayout
-
-if TYPE_CHECKING:
-    from epcomm.group import EPGroup
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,7 @@
 """Assumed machines, for plans of hardware that this machine does not have."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
@@ -15,9 +12,11 @@ from epcomm.platforms.nvlink import PeerReach
 # Modules of a CUDA build of torch, and triton.
 _MODULES = frozenset({"triton", "torch.distributed._symmetric_memory"})
 # The deep_ep of each backend that needs one.
-DEEP_EP_OF_BACKEND: Mapping[str, DeepEPKind] = MappingProxyType(
-    {"deep_ep": DeepEPKind.V2, "deep_ep_v1": DeepEPKind.V1, "deep_ep_v2": DeepEPKind.V2}
-)
+DEEP_EP_OF_BACKEND: Mapping[str, DeepEPKind] = {
+    "deep_ep": DeepEPKind.V2,
+    "deep_ep_v1": DeepEPKind.V1,
+    "deep_ep_v2": DeepEPKind.V2,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ class AssumedMachine:
         return Machine(
             find_version=lambda distribution: None,
             run_program=lambda program: Answer(error=f"{self.name} is assumed and runs nothing"),
-            environment=MappingProxyType({}),
+            environment={},
             has_module=lambda name: name in modules,
             find_deep_ep=lambda: deep_ep,
             has_library=lambda load: capability is not None,
@@ -102,11 +101,9 @@ def _hgx(name: str, capability: tuple[int, int]) -> AssumedMachine:
     )
 
 
-DEVICES: Mapping[str, AssumedMachine] = MappingProxyType(
-    {
-        "h100": _hgx("h100", (9, 0)),
-        "h200": _hgx("h200", (9, 0)),
-        "b200": _hgx("b200", (10, 0)),
-        "cpu": AssumedMachine(name="cpu", device_type="cpu", transport="gloo"),
-    }
-)
+DEVICES: Mapping[str, AssumedMachine] = {
+    "h100": _hgx("h100", (9, 0)),
+    "h200": _hgx("h200", (9, 0)),
+    "b200": _hgx("b200", (10, 0)),
+    "cpu": AssumedMachine(name="cpu", device_type="cpu", transport="gloo"),
+}

@@ -1,16 +1,12 @@
 """The packages that install as `deep_ep`: how to distinguish them, and their variables."""
 
-from __future__ import annotations
-
-import ast
+import re
 import sys
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 
 
 class DeepEPKind(StrEnum):
@@ -56,32 +52,31 @@ class Variable:
 # Variables that the Buffer of V1 sets in the process, for all users of NVSHMEM, if ranks are on
 # several hosts or low_latency_mode is on.
 # Source: deepseek-ai/DeepEP, deep_ep/buffers/legacy.py, Buffer.__init__.
-_V1_WRITES = MappingProxyType(
-    {
-        "NVSHMEM_DISABLE_P2P": "0; 1 with allow_nvlink_for_low_latency_mode=False",
-        "NVSHMEM_IB_ENABLE_IBGDA": "1",
-        "NVSHMEM_IBGDA_NUM_RC_PER_PE": "num_qps_per_rank, 24 by default",
-        "NVSHMEM_QP_DEPTH": "1024, unless it is set",
-        "NVSHMEM_MAX_TEAMS": "7",
-        "NVSHMEM_DISABLE_NVLS": "1",
-        "NVSHMEM_CUMEM_GRANULARITY": "536870912",
-        "NVSHMEM_DISABLE_MNNVL": "1, unless allow_mnnvl=True",
-    }
-)
+_V1_WRITES: Mapping[str, str] = {
+    "NVSHMEM_DISABLE_P2P": "0; 1 with allow_nvlink_for_low_latency_mode=False",
+    "NVSHMEM_IB_ENABLE_IBGDA": "1",
+    "NVSHMEM_IBGDA_NUM_RC_PER_PE": "num_qps_per_rank, 24 by default",
+    "NVSHMEM_QP_DEPTH": "1024, unless it is set",
+    "NVSHMEM_MAX_TEAMS": "7",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "NVSHMEM_CUMEM_GRANULARITY": "536870912",
+    "NVSHMEM_DISABLE_MNNVL": "1, unless allow_mnnvl=True",
+}
 # Entries of a queue. Source: deep_ep asserts NVSHMEM_QP_DEPTH >= 2 (M + 1) in low latency.
 _QUEUE_DEPTH, _DEFAULT_QUEUE_DEPTH = "NVSHMEM_QP_DEPTH", "1024"
 
+# Names that a line defines: of a class or function, or of a constant.
+_NAMES = re.compile(r"^ *(?:(?:class|def|async def) +(\w+)|([A-Z_]+) *=)", re.MULTILINE)
+
 # Who reads variables with each prefix, and the remedy.
-_READERS = MappingProxyType(
-    {
-        "NVSHMEM_": "every user of NVSHMEM in the process reads it",
-        "EP_": "deep_ep V2 reads such names; set the same value on all ranks",
-        "DEEP_": "the deep_ep for Ascend reads such names, which may change numbers or layouts; "
-        "unset it",
-        "DEEPEP_": "the deep_ep for Ascend reads such names for its sizes; set the same value on "
-        "all ranks",
-    }
-)
+_READERS: Mapping[str, str] = {
+    "NVSHMEM_": "every user of NVSHMEM in the process reads it",
+    "EP_": "deep_ep V2 reads such names; set the same value on all ranks",
+    "DEEP_": "the deep_ep for Ascend reads such names, which may change numbers or layouts; "
+    "unset it",
+    "DEEPEP_": "the deep_ep for Ascend reads such names for its sizes; set the same value on "
+    "all ranks",
+}
 
 
 def find_deep_ep() -> InstalledDeepEP | None:
@@ -163,25 +158,6 @@ def _advice_for(name: str) -> str:
 
 
 def _defined_names(folder: Path) -> set[str]:
-    """Return the names of classes, functions and methods in the sources of a package."""
-    return {name for path in folder.rglob("*.py") for name in _names_in(path.read_bytes())}
-
-
-# Cached, because every plan asks for each backend of the package, and parsing takes 50 ms. The key
-# is the content, so that a replaced package is detected. 256 is more than the files of a package.
-@lru_cache(maxsize=256)
-def _names_in(source: bytes) -> frozenset[str]:
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        # This file cannot be parsed by this version of Python.
-        return frozenset()
-    kinds, names = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef), set[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, kinds):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            # Members of enumerations count as names too.
-            assigned = [each.targets[0] for each in node.body if isinstance(each, ast.Assign)]
-            names |= {target.id for target in assigned if isinstance(target, ast.Name)}
-    return frozenset(names)
+    """Return the names of classes, functions, methods and enum members in a package's sources."""
+    sources = (path.read_text("utf-8", errors="replace") for path in folder.rglob("*.py"))
+    return {name for source in sources for found in _NAMES.findall(source) for name in found}

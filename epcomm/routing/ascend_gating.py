@@ -9,8 +9,6 @@ CANN up to November 2025 refuses to renormalise softmax weights, and older versi
 experts. No code here asks for the version, so such a call fails: set EPConfig.router='reference'.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ The choice depends on the configuration, the routing and the device, so all rank
 a rank that chose differently would send its tokens to the same experts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -12,8 +12,6 @@ Source of the formats: vLLM 0.33.0 (routed_experts of a completion) and SGLang 0
 (meta_info["routed_experts"]).
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Sequence

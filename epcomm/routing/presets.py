@@ -5,8 +5,6 @@ differ between checkpoints.
 Source: the router of the same name in transformers 5.23; the tests compare against it.
 """
 
-from __future__ import annotations
-
 from epcomm.routing.spec import (
     CorrectionBias,
     DroppedGroups,

@@ -4,8 +4,6 @@ Ties, NaN logits, rows without a finite logit and weights that sum to zero each 
 result, whatever the device; `route` lists them.
 """
 
-from __future__ import annotations
-
 import math
 from functools import reduce
 

@@ -4,8 +4,6 @@ Models agree on the steps and differ in the settings. Every setting on which two
 one routing were seen to disagree is a field of RoutingSpec, so nothing is left to convention.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 from enum import Enum, StrEnum

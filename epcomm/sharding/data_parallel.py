@@ -9,8 +9,6 @@ experts, where two uses are wrong; a layer refuses them when it first reads para
 cut.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch.distributed as dist

@@ -24,15 +24,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
-from epcomm.sharding.announced import Announcing, announce
-from epcomm.sharding.expert_tensor_lists import run_on_lists
-from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
 from epcomm.sharding.pieces import (
+    Announcing,
     Operation,
+    announce,
     draws_numbers,
     gather_experts,
     own_part,
     run_expert_by_expert,
+    run_on_lists,
+    run_on_parts,
+    takes_parts,
 )
 from epcomm.sharding.shards import (
     ExpertShard,

@@ -234,12 +234,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def _take_own(optimizer: Optimizer, parameter: ShareTensor) -> None:
-    """Replace the DTensors of a loaded state by ExpertTensors that share their memory.
-
-    Raises:
-        ShapeError: a DTensor is the part of another rank, or of another number of ranks.
-        ConfigError: the experts were moved, and the state was not.
-    """
+    """Replace the DTensors of a loaded state by ExpertTensors that share their memory."""
     state = optimizer.state.get(parameter, {})
     for name, value in state.items():
         if not hasattr(value, "device_mesh"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import NoReturn
 
 import torch
@@ -198,31 +197,29 @@ def uneven(rank: int, world_size: int) -> int:
     return 3 + rank
 
 
-BATCH_SPECS: Mapping[str, BatchSpec] = MappingProxyType(
-    {
-        "uneven": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, top_k=3),
-        # Rank 1, or a single rank, has no token.
-        "empty_rank": BatchSpec(
-            tokens_of_rank=lambda rank, size: 0 if rank == min(1, size - 1) else 4,
-            choose_ids=random_ids,
-        ),
-        "all_empty": BatchSpec(tokens_of_rank=lambda *_: 0, choose_ids=random_ids),
-        # Only the last rank has a token; with 2 ranks, both receive it.
-        "one_token": BatchSpec(
-            tokens_of_rank=lambda rank, size: int(rank == size - 1), choose_ids=random_ids, seed=3
-        ),
-        "one_expert": BatchSpec(tokens_of_rank=uneven, choose_ids=last_expert_ids),
-        "holes": BatchSpec(tokens_of_rank=uneven, choose_ids=holed_ids, top_k=4),
-        "nowhere": BatchSpec(tokens_of_rank=uneven, choose_ids=only_id(-1)),
-        "top_1": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, top_k=1),
-        "bf16": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, dtype=torch.bfloat16),
-        "fp16": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, dtype=torch.float16),
-        "odd_hidden": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, hidden_size=37),
-        "many_experts": BatchSpec(
-            tokens_of_rank=uneven, choose_ids=random_ids, num_local_experts=7, top_k=6
-        ),
-    }
-)
+BATCH_SPECS: Mapping[str, BatchSpec] = {
+    "uneven": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, top_k=3),
+    # Rank 1, or a single rank, has no token.
+    "empty_rank": BatchSpec(
+        tokens_of_rank=lambda rank, size: 0 if rank == min(1, size - 1) else 4,
+        choose_ids=random_ids,
+    ),
+    "all_empty": BatchSpec(tokens_of_rank=lambda *_: 0, choose_ids=random_ids),
+    # Only the last rank has a token; with 2 ranks, both receive it.
+    "one_token": BatchSpec(
+        tokens_of_rank=lambda rank, size: int(rank == size - 1), choose_ids=random_ids, seed=3
+    ),
+    "one_expert": BatchSpec(tokens_of_rank=uneven, choose_ids=last_expert_ids),
+    "holes": BatchSpec(tokens_of_rank=uneven, choose_ids=holed_ids, top_k=4),
+    "nowhere": BatchSpec(tokens_of_rank=uneven, choose_ids=only_id(-1)),
+    "top_1": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, top_k=1),
+    "bf16": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, dtype=torch.bfloat16),
+    "fp16": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, dtype=torch.float16),
+    "odd_hidden": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, hidden_size=37),
+    "many_experts": BatchSpec(
+        tokens_of_rank=uneven, choose_ids=random_ids, num_local_experts=7, top_k=6
+    ),
+}
 
 
 # The batches of scenarios that do not depend on them.
@@ -728,28 +725,23 @@ def check_traffic(env: BufferEnv) -> None:
     env.expect_equal("traffic", trial.buffer.traffic(), promised)
 
 
-SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
-    {
-        **{
-            name: (lambda env, spec=spec: check_batch(env, spec))
-            for name, spec in BATCH_SPECS.items()
-        },
-        # On up to 4 ranks, some expert has more slots than the alignment and every one has some; in
-        # the second scenario some expert has none.
-        "aligned": lambda env: check_batch(env, replace(PLAIN, seed=1), expert_alignment=4),
-        "aligned_holes": lambda env: check_batch(
-            env, replace(PLAIN, choose_ids=holed_ids, seed=29), expert_alignment=8
-        ),
-        "stand_alone": check_operations_stand_alone,
-        "more_in_flight": check_more_in_flight,
-        "faults": check_faults,
-        "combine_faults": check_combine_faults,
-        "ids_out_of_range": check_ids_out_of_range,
-        "repeated_ids": check_repeated_ids,
-        "budget": check_budget,
-        "traffic": check_traffic,
-    }
-)
+SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = {
+    **{name: (lambda env, spec=spec: check_batch(env, spec)) for name, spec in BATCH_SPECS.items()},
+    # On up to 4 ranks, some expert has more slots than the alignment and every one has some; in
+    # the second scenario some expert has none.
+    "aligned": lambda env: check_batch(env, replace(PLAIN, seed=1), expert_alignment=4),
+    "aligned_holes": lambda env: check_batch(
+        env, replace(PLAIN, choose_ids=holed_ids, seed=29), expert_alignment=8
+    ),
+    "stand_alone": check_operations_stand_alone,
+    "more_in_flight": check_more_in_flight,
+    "faults": check_faults,
+    "combine_faults": check_combine_faults,
+    "ids_out_of_range": check_ids_out_of_range,
+    "repeated_ids": check_repeated_ids,
+    "budget": check_budget,
+    "traffic": check_traffic,
+}
 
 
 def tests_anything(name: str, caps: BufferCaps) -> bool:

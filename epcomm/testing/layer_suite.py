@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -346,32 +345,28 @@ def check_inference(env: LayerEnv) -> None:
 
 
 # Scenarios that check outputs, and gradients if there are any.
-SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
-    {
-        **{
-            name: (lambda env, spec=spec: check_batch(env, spec))
-            for name, spec in BATCH_SPECS.items()
-            if spec.dtype is torch.float32 and name != "odd_hidden"
-        },
-        "clamped_swiglu": lambda env: check_activation(env, "clamped_swiglu", has_bias=True),
-        "relu2": lambda env: check_activation(env, "relu2", has_bias=False),
-        "relu2_bias": lambda env: check_activation(env, "relu2", has_bias=True),
-        "two_layers": check_two_layers,
-        "two_batches": check_two_batches,
-        "interleaved": check_interleaved,
-        "inference": check_inference,
-    }
-)
+SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = {
+    **{
+        name: (lambda env, spec=spec: check_batch(env, spec))
+        for name, spec in BATCH_SPECS.items()
+        if spec.dtype is torch.float32 and name != "odd_hidden"
+    },
+    "clamped_swiglu": lambda env: check_activation(env, "clamped_swiglu", has_bias=True),
+    "relu2": lambda env: check_activation(env, "relu2", has_bias=False),
+    "relu2_bias": lambda env: check_activation(env, "relu2", has_bias=True),
+    "two_layers": check_two_layers,
+    "two_batches": check_two_batches,
+    "interleaved": check_interleaved,
+    "inference": check_inference,
+}
 
 # Scenarios for buffers with gradients.
-GRADIENT_SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
-    {
-        "checkpointing": check_checkpointing,
-        "rank_without_gradients": lambda env: check_frozen_inputs(env, of_all_ranks=False),
-        "frozen_inputs": lambda env: check_frozen_inputs(env, of_all_ranks=True),
-        "frozen_experts": check_frozen_experts,
-    }
-)
+GRADIENT_SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = {
+    "checkpointing": check_checkpointing,
+    "rank_without_gradients": lambda env: check_frozen_inputs(env, of_all_ranks=False),
+    "frozen_inputs": lambda env: check_frozen_inputs(env, of_all_ranks=True),
+    "frozen_experts": check_frozen_experts,
+}
 
 
 def run_scenario(name: str, env: LayerEnv) -> None:

@@ -4,8 +4,6 @@ It shares no code with the layers under test: every expert computes every token,
 router weights [T, E] selects the results. Autograd computes the gradients of this formula.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

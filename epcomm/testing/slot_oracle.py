@@ -1,7 +1,5 @@
 """Compute the expected slots of one rank with plain loops, and read the slots of a buffer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -12,8 +12,6 @@ no gradient. So sum_replicated_gradients() adds up the gradients of the parts; w
 the mean over its ranks, multiply the loss by their number.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

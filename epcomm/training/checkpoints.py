@@ -1,7 +1,5 @@
 """Gather and load the state of a model with whole expert tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor, nn

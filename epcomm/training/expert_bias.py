@@ -1,7 +1,5 @@
 """Balance the load of experts by the bias of their selection, without an auxiliary loss."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ sum over the losses of these ranks. Every other parameter is replicated and has 
 own tokens. docs/training.md covers DDP and FSDP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Expert weights in eight bits: FP8 in blocks (DeepSeek checkpoints), INT8 per channel (W8A8)."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Self

@@ -1,7 +1,5 @@
 """The weights of routed experts as checkpoints hold them, and one rank's share of them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import copy

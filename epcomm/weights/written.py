@@ -1,7 +1,5 @@
 """Cache values that are computed from parameters, until these change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
@@ -29,12 +27,7 @@ class WriteState:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, caller: str) -> Self:
-        """Return the state of the tensor now.
-
-        Raises:
-            ConfigError: it was made in inference mode, where torch counts no writes, so a reload
-                would not be noticed.
-        """
+        """Return the state of the tensor now."""
         if tensor.is_inference():
             raise ConfigError(
                 f"{caller}: {name} was made in inference mode, where tensors do not count "
@@ -66,8 +59,6 @@ class Derived(Generic[T]):
         After a write through `.data`, which torch does not count, call forget().
 
         Local.   Host sync: none.
-        Raises:
-            ConfigError: a tensor was made in inference mode, where torch counts no writes.
         """
         states = {n: WriteState.of(n, each, self._caller) for n, each in tensors.items()}
         is_of = all(n in self._states and self._states[n].is_of(t) for n, t in tensors.items())

@@ -1,5 +1,5 @@
-from epcomm.bench.advice import advise
 from epcomm.bench.records import Timing
+from epcomm.bench.report import advise
 from epcomm.bench.timing import Percentiles
 
 

@@ -103,7 +103,9 @@ def test_where_nothing_of_epcomm_serves_scripts_are_told(
 def test_rows_in_eight_bits_are_held_to_their_roundings(
     wire: WireDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = replace(OPTIONS, tokens=(4,), hidden=128, backends=("collective",), wire=wire)
+    options = replace(
+        OPTIONS, tokens=(4,), hidden=128, backends=("collective",), dtype="fp32", wire=wire
+    )
     report = run_bench(replace(options, modes=(Mode.NORMAL, Mode.LOW_LATENCY)), silent)
     assert report.wrong == []
     assert [each.mode for each in report.results] == ["normal", "low_latency", "", ""]

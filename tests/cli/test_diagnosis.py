@@ -47,43 +47,28 @@ def package(report: DoctorReport, name: str) -> Finding:
     return next(finding for finding in report.packages if finding.name == name)
 
 
-# Files of a package that installs as deep_ep, and how it is described; V2 and Hybrid hold V1.
-DEEP_EPS: dict[DeepEPKind, tuple[dict[str, str], str]] = {
-    DeepEPKind.V1: (
-        {
-            "__init__.py": "from .buffer import Buffer\nfrom deep_ep_cpp import Config",
-            "buffer.py": "class Buffer:\n    def low_latency_dispatch(self): ...",
-        },
-        "DeepEP V1 (Buffer)",
-    ),
-    DeepEPKind.V2: (
-        {
-            "__init__.py": "from .buffers.legacy import Buffer\nfrom .buffers.elastic import "
-            "ElasticBuffer",
-            "buffers/legacy.py": "class Buffer: ...",
-            "buffers/elastic.py": "class EPHandle: ...\nclass ElasticBuffer: ...",
-        },
-        "DeepEP V2 (ElasticBuffer)",
-    ),
-    DeepEPKind.HYBRID: (
-        {
-            "__init__.py": "from .buffer import Buffer\nfrom .hybrid_ep_buffer import *",
-            "buffer.py": "class Buffer: ...",
-            "hybrid_ep_buffer.py": "class HybridEPBuffer: ...",
-        },
-        "DeepEP, Hybrid branch (HybridEPBuffer)",
-    ),
-    DeepEPKind.ASCEND: (
-        {
-            "__init__.py": "import ctypes\nfrom .buffer import Buffer",
-            "buffer.py": "class Buffer:\n    def fused_deep_moe(self): ...",
-        },
-        "sgl-kernel-npu, for Ascend (fused_deep_moe)",
-    ),
-    DeepEPKind.UNKNOWN: (
-        {"__init__.py": "Buffer = None\ndef main(): ...", "broken.py": "class Buffer(:"},
-        "an unknown package: it defines no Buffer",
-    ),
+# Files of a package that installs as deep_ep; V2 and Hybrid hold V1.
+DEEP_EPS: dict[DeepEPKind, dict[str, str]] = {
+    DeepEPKind.V1: {
+        "__init__.py": "from .buffer import Buffer\nfrom deep_ep_cpp import Config",
+        "buffer.py": "class Buffer:\n    def low_latency_dispatch(self): ...",
+    },
+    DeepEPKind.V2: {
+        "__init__.py": "from .buffers.legacy import Buffer\nfrom .buffers.elastic import "
+        "ElasticBuffer",
+        "buffers/legacy.py": "class Buffer: ...",
+        "buffers/elastic.py": "class EPHandle: ...\nclass ElasticBuffer: ...",
+    },
+    DeepEPKind.HYBRID: {
+        "__init__.py": "from .buffer import Buffer\nfrom .hybrid_ep_buffer import *",
+        "buffer.py": "class Buffer: ...",
+        "hybrid_ep_buffer.py": "class HybridEPBuffer: ...",
+    },
+    DeepEPKind.ASCEND: {
+        "__init__.py": "import ctypes\nfrom .buffer import Buffer",
+        "buffer.py": "class Buffer:\n    def fused_deep_moe(self): ...",
+    },
+    DeepEPKind.UNKNOWN: {"__init__.py": "Buffer = None\ndef main(): ..."},
 }
 
 
@@ -97,23 +82,22 @@ def write_package(folder: Path, files: Mapping[str, str]) -> Path:
 
 @pytest.mark.parametrize("kind", DEEP_EPS)
 def test_every_deep_ep_is_recognised(kind: DeepEPKind, tmp_path: Path) -> None:
-    files, text = DEEP_EPS[kind]
-    folder = write_package(tmp_path / "deep_ep", files)
+    folder = write_package(tmp_path / "deep_ep", DEEP_EPS[kind])
     here = machine(folders={"deep_ep": folder}, answers={"deep_ep": Answer(values={})})
     report = doctor(here)
     found = package(report, "deep_ep")
     assert report.deep_ep is kind
-    assert found.detail == f"1.2.3, {text}"
+    assert found.detail == f"1.2.3, {kind.value}"
     assert found.status is (Status.ATTENTION if kind is DeepEPKind.UNKNOWN else Status.HERE)
 
 
 def test_deep_ep_that_does_not_import_says_why(tmp_path: Path) -> None:
-    folder = write_package(tmp_path / "deep_ep", DEEP_EPS[DeepEPKind.V1][0])
+    folder = write_package(tmp_path / "deep_ep", DEEP_EPS[DeepEPKind.V1])
     error = "ImportError: libcudart.so.13: cannot open shared object file"
     here = machine(folders={"deep_ep": folder}, answers={"deep_ep": Answer(error=error)})
     found = package(doctor(here), "deep_ep")
     assert found.status is Status.ATTENTION
-    assert found.detail == f"1.2.3, DeepEP V1 (Buffer); its import fails: {error}"
+    assert found.detail == f"1.2.3, V1; its import fails: {error}"
     assert found.advice == "rebuild it for this torch and this device"
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +12,7 @@ from epcomm.platforms.assumed import DEVICES
 from epcomm.platforms.deep_ep import Variable
 from epcomm.platforms.findings import Finding, Status
 from epcomm.platforms.machine import Machine
-from tests.cli.test_cli import rows, run
+from tests.cli.test_cli import run
 
 PACKAGE = Finding(
     name="deep_ep", status=Status.ATTENTION, detail="[V1] and\nmore", advice="pip install x[y]"
@@ -74,6 +75,12 @@ epcomm.cli.doctor.doctor = lambda: report
 sys.argv = ["epcomm", "doctor"]
 runpy.run_module("epcomm", run_name="__main__")
 """
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of all tables, header rows included."""
+    lines = [re.split("[│┃]", line)[1:-1] for line in text.splitlines() if line[:1] in "│┃"]
+    return [[cell.strip() for cell in line] for line in lines]
 
 
 def test_this_machine_needs_20_lines_no_backend_that_it_lacks_and_no_import_of_a_vendor() -> None:

@@ -33,7 +33,7 @@ def test_table_has_a_row_for_each_layer(tmp_path: Path) -> None:
 
 
 def refused(*arguments: str) -> str:
-    done = CliRunner().invoke(app, ["load", *arguments])
+    done = CliRunner().invoke(app, ["load", *arguments], prog_name="epcomm")
     assert done.exit_code == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
@@ -44,8 +44,8 @@ def refused(*arguments: str) -> str:
 def test_what_cannot_be_read_is_told_in_one_line(tmp_path: Path) -> None:
     other, missing = tmp_path / "other.json", tmp_path / "no.json"
     other.write_text("{}")
-    assert "cannot be read (No such file or directory)" in refused(str(missing))
-    assert "other.json is not the load of experts" in refused(str(other))
+    assert "does not exist" in refused(str(missing))
+    assert "the text is not the load of experts" in refused(str(other))
 
 
 @pytest.mark.slow

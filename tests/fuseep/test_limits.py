@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from epcomm.fuseep import ascend
 from epcomm.fuseep.ascend import DispatchFFNCombine, FusedDeepMoE
-from epcomm.fuseep.limits import max_call_tokens, max_received_rows
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.platforms.machine import this_machine
 from epcomm.quantization import INT8_PER_TOKEN
@@ -105,7 +104,7 @@ def test_windows_by_hand() -> None:
     assert DispatchFFNCombine.window_bytes(SPEC, 8) == 6_291_456 + 10_485_760
     # Longer batches take several calls of 256 tokens.
     long = replace(SPEC, max_tokens_per_rank=5000)
-    assert max_call_tokens(long, FusedDeepMoE.limits) == 256
+    assert FusedDeepMoE.max_call_tokens(long) == 256
     assert FusedDeepMoE.window_bytes(long, 8) == 2 * 134_217_728
     assert DispatchFFNCombine.window_bytes(long, 8) == 2 * 6_291_456 + 10_485_760
 
@@ -141,7 +140,7 @@ def test_the_safe_budget_holds_the_worst_routing_and_no_row_more(
     )
     call = min(num_tokens, 256)
     ids = torch.arange(top_k).expand(world_size * call, top_k)
-    most = max_received_rows(spec, world_size, DispatchFFNCombine.limits)
+    most = DispatchFFNCombine.max_received_rows(spec, world_size)
     assert most == int((ids < num_local_experts).sum())
 
 

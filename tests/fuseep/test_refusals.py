@@ -124,7 +124,8 @@ def test_explain_names_operator_bytes_and_limits() -> None:
     for line in (
         f"mode fuseep on backend {MODE_2} (DispatchFFNCombine), 8 ranks with 4 experts each",
         "int8 profile: divtrunc16",
-        "router weights applied by combine; trainable: False; host syncs a dispatch: 0",
+        "router weights applied by combine; trainable: False; is capturable: False; "
+        "host syncs a dispatch: 0",
         f"at most {4 * row} B a token in dispatch, {4 * 2 * H} B in combine, and 0 B of headers a "
         "dispatch",
         "tokens a rank: at most 128",

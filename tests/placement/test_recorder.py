@@ -127,5 +127,5 @@ def test_what_is_no_table_is_refused(tables: dict[str, torch.Tensor], message: s
     ],
 )
 def test_text_that_is_no_load_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"load\.json is not the load of experts, expected what"):
-        ExpertLoad.from_json(text, source="load.json")
+    with pytest.raises(ConfigError, match="the text is not the load of experts, expected what"):
+        ExpertLoad.from_json(text)

@@ -129,7 +129,8 @@ def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
     assert lines[:5] == [
         "mode normal on backend collective (CollectiveBuffer), 4 ranks with 2 experts each",
         "wire: dispatch bf16, combine bf16 (backward, too)",
-        "router weights applied by runner; trainable: True; host syncs a dispatch: 1",
+        "router weights applied by runner; trainable: True; is capturable: False; "
+        "host syncs a dispatch: 1",
         "at most 288 B a token in dispatch, 256 B in combine, and 3336 B of headers a dispatch",
         "tokens a rank: at most 128",
     ]

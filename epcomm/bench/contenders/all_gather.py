@@ -4,13 +4,12 @@ Rows are numbered by expert, by source rank and token within it. Every entry of 
 expert: -1 is not supported.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.bench.contenders.base import INT_BYTES, Contender, Grouped, SentBytes
+from epcomm.bench.contenders.base import INT_BYTES, Contender, Grouped
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.ops.slots import count_experts, index_slots, pack, reduce_rows, slots_by_row
 from epcomm.quantization import arrange_scales, quantizer_for
 from epcomm.records import Handle, RowsDispatchOutput
@@ -51,7 +50,6 @@ class AllGather(Contender[RowsDispatchOutput]):
         if runner is not None and experts is not None and experts.wire_format.dtype.is_quantized:
             readings = runner.readings(experts, Layout.ROWS)
             self._reading = next(each for each in readings if each.format == experts.wire_format)
-        self.source_order = range(self._world_size)
         # One rounding on this rank, and one for each addition of the reduce-scatter.
         self.num_roundings = self._world_size
 
@@ -111,15 +109,14 @@ class AllGather(Contender[RowsDispatchOutput]):
         reduce_scatter(y, sums)
         return y
 
-    def sent_bytes(self, batch: RankBatch) -> SentBytes:
+    def sent_bytes(self, batch: RankBatch) -> BufferTraffic:
         """Count W - 1 blocks per rank, as a ring or a direct exchange sends them."""
         num_tokens = (self._world_size - 1) * batch.x.shape[0]
         row_bytes = batch.x.shape[1] * batch.x.element_size()
         routing_bytes = batch.topk_ids.shape[1] * (INT_BYTES + _WEIGHT_BYTES)
-        return SentBytes(
-            dispatch=num_tokens * (row_bytes + routing_bytes),
-            combine=num_tokens * row_bytes,
-            control=0,
+        return BufferTraffic(
+            dispatch_bytes=num_tokens * (row_bytes + routing_bytes),
+            combine_bytes=num_tokens * row_bytes,
         )
 
     def _gathered(self, tensor: Tensor) -> Tensor:

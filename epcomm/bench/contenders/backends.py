@@ -1,13 +1,12 @@
 """The backends of epcomm as contenders, planned as for a layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from epcomm.bench.contenders.base import Contender, Grouped, SentBytes
+from epcomm.bench.contenders.base import Contender, Grouped
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig
 from epcomm.experts import PhaseDispatchers
 from epcomm.group import EPGroup
@@ -16,7 +15,6 @@ from epcomm.planning.plan import plan
 from epcomm.planning.plans import PhasePlan
 from epcomm.quantization import dequantize
 from epcomm.records import DispatchOutput, MaskedDispatchOutput
-from epcomm.registry import backend_class
 from epcomm.spec import MoESpec
 from epcomm.testing.data import RankBatch
 from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype
@@ -46,8 +44,6 @@ class Epcomm(Contender[DispatchOutput]):
         # Roundings: the sum of a (token, rank) before it is sent, the sum of a host between hosts,
         # and y.
         self.num_roundings = 2 if phase.buffer_spec.hosts is None else 3
-        order = backend_class(phase.buffer).source_order(phase.buffer_spec, group.world_size)
-        self.source_order = order if phase.caps.ordered else None
         error = _ROW_ERRORS.get(phase.buffer_spec.dispatch_format.dtype)
         if error is not None:
             self.row_error = error + torch.finfo(spec.dtype).eps / 2
@@ -79,13 +75,8 @@ class Epcomm(Contender[DispatchOutput]):
     def check(self) -> None:
         self._dispatcher.check()
 
-    def sent_bytes(self, batch: RankBatch) -> SentBytes:
+    def sent_bytes(self, batch: RankBatch) -> BufferTraffic:
         before = self._dispatcher.traffic()
         dispatched = self.dispatch(batch)
         self.combine(self.group(dispatched).rows.contiguous(), dispatched)
-        after = self._dispatcher.traffic()
-        return SentBytes(
-            dispatch=after.dispatch_bytes - before.dispatch_bytes,
-            combine=after.combine_bytes - before.combine_bytes,
-            control=after.control_bytes - before.control_bytes,
-        )
+        return self._dispatcher.traffic() - before

@@ -5,38 +5,19 @@ the rows have arrived; after group() the rows of an expert are neighbours, as a 
 them. combine starts from unweighted results, a row for each (token, expert), and ends with y.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.testing.data import RankBatch
 
 DispatchedT = TypeVar("DispatchedT")
 
 # Counts and ids are int64.
 INT_BYTES = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentBytes:
-    """The bytes that a rank sends to others in one call.
-
-    The bytes of dispatch, of combine, and of control messages: counts, headers.
-    """
-
-    dispatch: int
-    combine: int
-    control: int
-
-    @property
-    def total(self) -> int:
-        """All kinds."""
-        return self.dispatch + self.combine + self.control
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,8 +45,6 @@ class Contender(ABC, Generic[DispatchedT]):
     name: of the contender in results.   mode: of epcomm; empty for plain torch.
     backend: of epcomm, or the name of the plain torch contender.
     num_roundings: how often a sum is cast to the dtype of the hidden states before it is y.
-    source_order: the source ranks in the order in which the rows of an expert arrive, those of a
-        rank by token; None: rows arrive in any order.
     row_error: the largest error of a received element, as a share of the largest of its row.
     is_capturable: calls may be captured in a device graph.
     """
@@ -73,7 +52,6 @@ class Contender(ABC, Generic[DispatchedT]):
     name: str
     backend: str
     num_roundings: int
-    source_order: Sequence[int] | None
     mode: str = ""
     row_error: float = 0.0
     is_capturable: bool = False
@@ -94,5 +72,5 @@ class Contender(ABC, Generic[DispatchedT]):
         """Raise the faults that are still on the device. Host sync: yes."""
 
     @abstractmethod
-    def sent_bytes(self, batch: RankBatch) -> SentBytes:
+    def sent_bytes(self, batch: RankBatch) -> BufferTraffic:
         """Return the bytes that this rank sends to others in one call. Makes the call."""

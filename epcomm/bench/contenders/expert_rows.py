@@ -10,8 +10,6 @@ Rows are grouped by expert, by source rank and token within an expert. Every ent
 expert: -1 is not supported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.bench.contenders.base import INT_BYTES, Contender, Grouped, SentBytes
-from epcomm.ops.slots import MemberTable, count_experts, members_of, reduce_rows, row_ops_for
+from epcomm.bench.contenders.base import INT_BYTES, Contender, Grouped
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.ops.slots import as_members, count_experts, reduce_rows
 from epcomm.testing.data import RankBatch
 
 
@@ -55,7 +54,6 @@ class ExpertRows(Contender[ExpertRowsBatch]):
         """Divide the experts of all ranks among them, in order."""
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._num_local = num_experts // self._world_size
-        self.source_order = range(self._world_size)
 
     def dispatch(self, batch: RankBatch) -> ExpertRowsBatch:
         """Send the rows. Collective: yes; T may differ and be 0.   Host sync: once, for counts."""
@@ -108,16 +106,15 @@ class ExpertRows(Contender[ExpertRowsBatch]):
         dist.all_to_all_single(
             returned, sent, list(dispatched.send_splits), list(dispatched.recv_splits)
         )
-        has_kernels = row_ops_for(returned) is not None
-        members = MemberTable(table=table) if has_kernels else members_of(table, table.numel())
+        members = as_members(table, table.numel())
         return reduce_rows(returned, members, dispatched.weight_of_row)
 
-    def sent_bytes(self, batch: RankBatch) -> SentBytes:
+    def sent_bytes(self, batch: RankBatch) -> BufferTraffic:
         """Count rows without headers in both directions, and a count for each expert."""
         dispatched, rank = self.dispatch(batch), self._rank
         row_bytes = batch.x.shape[1] * batch.x.element_size()
-        return SentBytes(
-            dispatch=(sum(dispatched.send_splits) - dispatched.send_splits[rank]) * row_bytes,
-            combine=(sum(dispatched.recv_splits) - dispatched.recv_splits[rank]) * row_bytes,
-            control=(self._world_size - 1) * self._num_local * INT_BYTES,
+        return BufferTraffic(
+            dispatch_bytes=(sum(dispatched.send_splits) - dispatched.send_splits[rank]) * row_bytes,
+            combine_bytes=(sum(dispatched.recv_splits) - dispatched.recv_splits[rank]) * row_bytes,
+            control_bytes=(self._world_size - 1) * self._num_local * INT_BYTES,
         )

@@ -52,10 +52,11 @@ from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.ops.group_sums import GroupSums, SumGroups, as_members, pair_table
+from epcomm.ops.group_sums import GroupSums, SumGroups, pair_table
 from epcomm.ops.slots import (
     AnyMembers,
     MemberTable,
+    as_members,
     count_experts,
     index_slots,
     localize,

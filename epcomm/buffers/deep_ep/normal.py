@@ -6,8 +6,6 @@ or the reduction of slots to rows. Backward goes along the handle. With max_recv
 reads nothing: dispatch returns W * M rows, and ids of rows that no rank sent are -1.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Set
 from dataclasses import dataclass

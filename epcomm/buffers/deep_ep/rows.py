@@ -1,7 +1,5 @@
 """Rows in the form that deep_ep takes and returns: bfloat16, or FP8 codes with 4-byte scales."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Protocol
 

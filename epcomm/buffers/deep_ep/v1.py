@@ -4,8 +4,6 @@ With static sizes dispatch returns W * M rows, of which unused ones have ids of 
 num_worst_tokens, which the package has on one host only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from types import ModuleType
 from typing import ClassVar

@@ -7,8 +7,6 @@ after these are undefined. Calls along a handle name its number of SMs: without 
 the number of experts, which a cached call does not have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from dataclasses import replace
 from types import ModuleType

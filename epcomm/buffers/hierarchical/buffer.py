@@ -29,29 +29,31 @@ from epcomm.buffers.collective.all_to_all import (
     RowsBuffer,
 )
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
-from epcomm.buffers.hierarchical.parts import (
-    HostRowsBuffer,
-    hosts_of,
-    inner_buffer_class,
-    inner_spec,
-    num_places,
-    outer_spec,
-)
+from epcomm.buffers.requirements import carrying_reasons
 from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
+from epcomm.calls.counts import Counts
 from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable, EPError, EPTimeout, describe_ranks
+from epcomm.ops.slots import localize
+from epcomm.platforms.host import host_of_this_process
 from epcomm.platforms.machine import Machine
+from epcomm.platforms.nvlink import PeerReach, reach_of, reach_reasons
 from epcomm.protocol import BatchFlags, FaultCode, pack_fault
-from epcomm.records import ExchangePlan
-from epcomm.spec import Availability, BufferCaps, BufferSpec
+from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.spec import Availability, BufferCaps, BufferSpec, HostLayout
 from epcomm.types import RowsPer
 
 T = TypeVar("T")
+
+# Regions for local experts, which this buffer does not have.
+_OF_SLOTS = ("slot index", "packed slots", "expert results")
+# Keys of a rank's record: its host, and the GPUs that its own GPU reaches.
+_HOST, _REACH = "host", "reach"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,8 +110,9 @@ class HierarchicalBuffer(Buffer):
         if not hosts.is_even:
             sizes = " and ".join(str(len(ranks)) for ranks in hosts.ranks_of_host)
             return (f"hosts have {sizes} ranks, expected the same number on each",)
-        if any(list(ranks) != sorted(ranks) for ranks in zip(*hosts.ranks_of_host, strict=True)):
-            return (f"needs ranks of equal local index in the order of their hosts, not {hosts}",)
+        in_order = [rank for ranks in hosts.ranks_of_host for rank in ranks]
+        if in_order != sorted(in_order):
+            return (f"needs ranks of a host that are neighbours in the group, not {hosts}",)
         if num_places(hosts) == 1:
             return ("hosts have one rank each, so relaying saves no rows",)
         return ()
@@ -159,8 +162,6 @@ class HierarchicalBuffer(Buffer):
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         self._calls, self._collectives, self._spec = calls, calls.collectives, spec
-        self._expert_places = _expert_places(spec, calls.collectives.device)
-        self._group_order = self._find_group_order()
 
     def prepare(self) -> None:
         """Split the ranks, and open a buffer between hosts and one inside each host.
@@ -201,7 +202,7 @@ class HierarchicalBuffer(Buffer):
             )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
-        came = _tried(lambda: self._outer.dispatch(self._call_between(call)))
+        came = _tried(lambda: self._outer.dispatch(call))
         if isinstance(came, EPError):
             if came.fault_word is None:
                 came.fault_word = pack_fault(FaultCode.of(came), self._collectives.rank)
@@ -215,28 +216,14 @@ class HierarchicalBuffer(Buffer):
             if not (isinstance(problem, EPError) and problem.was_passed_on):
                 self._refuse_between(problem)
             raise
-        outer = came.exchange_plan
-        if self._group_order is not None:
-            assert isinstance(outer, CollectiveExchangePlan), "HostRowsBuffer made it"
-            assert outer.addends is not None, "the buffer has groups"
-            # Add the returned rows of a token in ascending order of groups.
-            outer = replace(outer, addends=outer.addends[:, self._group_order])
         exchange_plan = HierarchicalExchangePlan(
             num_tokens=call.num_tokens,
             num_rows=inner.exchange_plan.num_rows,
             index=inner.index,
-            outer=outer,
+            outer=came.exchange_plan,
             inner=inner.exchange_plan,
         )
         return replace(inner, exchange_plan=exchange_plan)
-
-    def _find_group_order(self) -> Tensor | None:
-        """Return the column of each group, [G], in the outer exchange; None if in their order."""
-        spec, places = self._spec, self._expert_places
-        if spec.sum_groups is None or spec.sums_at_source or places is None:
-            return None
-        group_size = spec.num_local_experts * self._collectives.world_size // spec.sum_groups
-        return places[::group_size] // group_size
 
     def _dispatch_inside(self, call: DispatchCall) -> Dispatched:
         """Dispatch inside the host; report a failure before the header to its ranks."""
@@ -358,16 +345,6 @@ class HierarchicalBuffer(Buffer):
         self._outer.abandon()
         self._inner.abandon()
 
-    def _call_between(self, call: DispatchCall) -> DispatchCall:
-        """Return the call for the outer buffer, in which experts of a host are contiguous."""
-        if self._expert_places is None:
-            return call
-        ids = call.topk_ids
-        # Keep ids that are out of range, so that the outer dispatch reports them.
-        is_expert = (ids >= 0) & (ids < self._expert_places.shape[0])
-        places = self._expert_places[torch.where(is_expert, ids, 0)]
-        return replace(call, topk_ids=torch.where(is_expert, places, ids))
-
     def _refuse_between(self, problem: Exception) -> None:
         """Report a problem in the outer combine, unless it is an EPTimeout."""
         if not isinstance(problem, EPTimeout):
@@ -427,12 +404,116 @@ def _without_tokens(call: DispatchCall, error: EPError, spec: BufferSpec) -> Dis
     )
 
 
-def _expert_places(spec: BufferSpec, device: torch.device) -> Tensor | None:
-    """Return new expert numbers, [P], contiguous on each host; None if they already are."""
-    hosts, num_local = hosts_of(spec), spec.num_local_experts
-    in_order = [rank for ranks in hosts.ranks_of_host for rank in ranks]
-    if in_order == sorted(in_order):
-        return None
-    experts = torch.arange(num_local, device="cpu")
-    first_experts = torch.tensor(in_order, device="cpu").unsqueeze(1) * num_local
-    return (first_experts + experts).flatten().argsort().to(device)
+def hosts_of(spec: BufferSpec) -> HostLayout:
+    """Return the hosts of a specification that lacks_between() has checked."""
+    assert spec.hosts is not None, "lacks_between() rejects unknown hosts"
+    return spec.hosts
+
+
+def num_places(hosts: HostLayout) -> int:
+    """Return the number of ranks of each host."""
+    return hosts.world_size // hosts.num_hosts
+
+
+def outer_spec(spec: BufferSpec) -> BufferSpec:
+    """Return the specification of the outer buffer: W is the number of hosts.
+
+    A rank has the experts of its whole host, and each rank is on another host.
+    """
+    hosts = hosts_of(spec)
+    return replace(
+        spec,
+        num_local_experts=spec.num_local_experts * num_places(hosts),
+        expert_alignment=1,
+        batches_in_flight=None,
+        hosts=HostLayout.of(range(hosts.num_hosts)),
+    )
+
+
+def inner_spec(spec: BufferSpec) -> BufferSpec:
+    """Return the specification of the inner buffer, whose tokens are rows from all hosts."""
+    most, groups = spec.max_tokens_per_rank, spec.sum_groups
+    return replace(
+        spec,
+        max_tokens_per_rank=None if most is None else most * hosts_of(spec).num_hosts,
+        # The experts of one host have their part of the groups.
+        sum_groups=None if groups is None else groups // hosts_of(spec).num_hosts,
+        hosts=None,
+    )
+
+
+class HostRowsBuffer(CollectiveBuffer):
+    """Sends tokens between ranks with the same index in their hosts; each stands for its host.
+
+    A rank has the experts of its whole host here. A dispatch returns rows with their expert ids in
+    the host and their weights (RowTopkDispatched), as input of the inner buffer. It makes no index
+    over the rows, because the inner buffer would not use it.
+    """
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        return tuple(
+            replace(region, name=f"{region.name}, between hosts")
+            for region in super().region_bytes(spec, world_size)
+            if region.name not in _OF_SLOTS
+        )
+
+    def _index_rows(self, received: Tensor, counts: Counts) -> tuple[SlotIndex, Tensor | None]:
+        """Return an index without slots; the inner buffer reads _with_topk() instead."""
+        nothing = torch.empty(0, dtype=torch.int64, device=received.device)
+        index = SlotIndex(
+            row_of_slot=None,
+            slots_of_row=None,
+            num_tokens_per_expert=nothing,
+            first_slot=nothing,
+            host_num_tokens_per_expert=None,
+        )
+        return index, None
+
+    def _with_topk(self, out: Dispatched, received: Tensor) -> RowTopkDispatched:
+        """Add the ids in the host and the weights of each row, [R, K]."""
+        layout, num_local = self._dispatch_layout, self._spec.num_local_experts
+        ids = localize(layout.ids(received), self._first_expert, num_local).long()
+        # A token for several hosts has the weights of all its experts; clear those of other hosts.
+        row_topk = ids, layout.scalars(received).masked_fill(ids < 0, 0)
+        return RowTopkDispatched(**vars(out), row_topk=row_topk)
+
+
+def inner_buffer_class(
+    calls: Calls, inside: Calls, hosts: HostLayout, spec: BufferSpec
+) -> type[Buffer]:
+    """Return the fastest buffer class that serves every host, equal on all ranks.
+
+    calls: the calls of all ranks.   inside: the calls of the ranks of this host.
+    spec: the specification of the buffer inside a host.
+
+    Collective: yes.   Host sync: yes.
+    """
+    collectives = calls.collectives
+    mine = {_HOST: host_of_this_process(), _REACH: ""}
+    if collectives.device.type == "cuda":
+        mine[_REACH] = reach_of(collectives.device).as_text()
+    found = calls.gather_records(mine, phase="open hierarchical")
+    if collectives.device.type == "cuda" and spec.sum_groups is not None:
+        # Rows of groups are relayed without a sum, which only a RowsBuffer returns.
+        return CollectiveBuffer
+    if collectives.device.type == "cuda":
+        reaches = [PeerReach.parse(str(each[_REACH])) for each in found]
+        joined = [[reaches[rank] for rank in ranks] for ranks in hosts.ranks_of_host]
+        # Mapping the memory of peers needs a process group, which parts of gloo groups lack.
+        is_mapped = inside.collectives.process_group is not None and not any(
+            map(reach_reasons, joined)
+        )
+        return _over_nvlink(spec) if is_mapped else CollectiveBuffer
+    # Ranks of one host may be unable to share memory, for example in two containers.
+    shared = [{found[rank][_HOST] for rank in ranks} for ranks in hosts.ranks_of_host]
+    shares = all(len(each) == 1 and "" not in each for each in shared)
+    return SharedMemoryBuffer if shares and calls.waits else CollectiveBuffer
+
+
+def _over_nvlink(spec: BufferSpec) -> type[Buffer]:
+    """Return the NVLink buffer if it supports the rows, else CollectiveBuffer. Imports Triton."""
+    from epcomm.buffers.nvlink.normal import NVLinkBuffer
+
+    is_carried = not carrying_reasons(spec, NVLinkBuffer.caps(Mode.NORMAL))
+    return NVLinkBuffer if is_carried else CollectiveBuffer

@@ -5,8 +5,6 @@ runs a program with it. The names here are those of the package; docs/migrating_
 describes the differences, and the equivalent calls of epcomm's own API.
 """
 
-from __future__ import annotations
-
 import torch
 
 from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap

@@ -7,8 +7,6 @@
 With --replace before the program, the drop-in replaces an installed deep_ep.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
@@ -24,11 +22,7 @@ _USAGE = "usage: python -m epcomm.integrations.deep_ep [--replace] PROGRAM [ARGU
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs a file of Python, `-m MODULE`, or a command.
-
-    Raises:
-        ConfigError: no program is named, or it does not exist.
-    """
+    """Return the command that runs a file of Python, `-m MODULE`, or a command."""
     if not arguments:
         raise ConfigError(f"deep_ep: no program is named; {_USAGE}")
     program = arguments[0]

@@ -3,8 +3,6 @@
 On a CPU a call has ended when it returns, so its event has nothing to wait for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Self

@@ -4,8 +4,6 @@ An entry of sys.modules does not suffice, because programs ask importlib for the
 version before they import it, and spawned processes inherit the path.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

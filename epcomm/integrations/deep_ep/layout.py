@@ -1,7 +1,5 @@
 """Which rank gets which token, from expert ids alone: what deep_ep calls the dispatch layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -10,8 +10,6 @@ A block that computes something other than its names suggest is refused before i
 copied, on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

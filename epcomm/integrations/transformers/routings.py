@@ -5,8 +5,6 @@ candidates, and probing.py tries each on the router itself. A router with an att
 recipe has no candidate; then the router itself chooses, whatever it computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

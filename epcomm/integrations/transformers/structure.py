@@ -5,12 +5,9 @@ way.
 Source: the blocks of transformers 5.23.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -19,21 +16,19 @@ from epcomm.errors import ConfigError
 from epcomm.weights.unquantized import Activation, ExpertFormat, ExpertWeights
 
 # Child or tensor of a block -> the field of BlockLayout that names it.
-_PARTS: Mapping[str, str] = MappingProxyType(
-    {
-        "gate": "router",
-        "router": "router",
-        "expert_bias": "correction_bias",
-        "e_score_correction_bias": "correction_bias",
-        "shared_experts": "shared_experts",
-        "shared_expert": "shared_experts",
-        "shared_mlp": "shared_experts",
-        "shared_expert_gate": "shared_experts_gate",
-        "fc1_latent_proj": "latent_in",
-        "fc2_latent_proj": "latent_out",
-        "post_mlp_layernorm": "output_norm",
-    }
-)
+_PARTS: Mapping[str, str] = {
+    "gate": "router",
+    "router": "router",
+    "expert_bias": "correction_bias",
+    "e_score_correction_bias": "correction_bias",
+    "shared_experts": "shared_experts",
+    "shared_expert": "shared_experts",
+    "shared_mlp": "shared_experts",
+    "shared_expert_gate": "shared_experts_gate",
+    "fc1_latent_proj": "latent_in",
+    "fc2_latent_proj": "latent_out",
+    "post_mlp_layernorm": "output_norm",
+}
 # Remedies for a block whose structure is not recognised, and for one that no part of epcomm serves.
 REMEDY = (
     "assemble ExpertParallelMoE from its parts, or try register_expert_parallel on the whole model"
@@ -41,13 +36,11 @@ REMEDY = (
 _IDENTITY = "identity_expert"
 _KEEP_BLOCK = "keep the model's own block, because epcomm serves no identity experts"
 # Known part or attribute that ExpertParallelMoE does not have -> the reason in the message.
-_NOT_BUILT: Mapping[str, str] = MappingProxyType(
-    {
-        _IDENTITY: "experts that return their input are not built",
-        "post_expert_norm": "a norm after each expert is not built",
-        "self_attn": "a whole decoder layer is no block of experts",
-    }
-)
+_NOT_BUILT: Mapping[str, str] = {
+    _IDENTITY: "experts that return their input are not built",
+    "post_expert_norm": "a norm after each expert is not built",
+    "self_attn": "a whole decoder layer is no block of experts",
+}
 # Dotted names below the router of a correction bias that the block itself does not have.
 _ROUTER_BIASES = ("e_score_correction_bias", "moe_statics.e_score_correction_bias")
 
@@ -81,19 +74,17 @@ _SIZES = frozenset(
 )
 _NOISE = frozenset({"jitter_noise", "input_jitter_noise"})
 _SCALE, _COMBINATION = "routed_scaling_factor", "shared_expert_combination_strategy"
-_AVERAGES = MappingProxyType({"sum": False, "average": True})
+_AVERAGES: Mapping[str, bool] = {"sum": False, "average": True}
 
 # Parameter of the experts -> the field of ExpertWeights.
-_WEIGHTS: Mapping[str, str] = MappingProxyType(
-    {
-        "gate_up_proj": "gate_up_proj",
-        "up_proj": "gate_up_proj",
-        "down_proj": "down_proj",
-        "gate_up_proj_bias": "gate_up_bias",
-        "up_proj_bias": "gate_up_bias",
-        "down_proj_bias": "down_bias",
-    }
-)
+_WEIGHTS: Mapping[str, str] = {
+    "gate_up_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "down_proj": "down_proj",
+    "gate_up_proj_bias": "gate_up_bias",
+    "up_proj_bias": "gate_up_bias",
+    "down_proj_bias": "down_bias",
+}
 # Attributes that transformers' decorator sets on experts.
 _TRANSPOSED, _CONCATENATED = "is_transposed", "is_concatenated"
 _NO_FLAGS = ("has_post_expert_norm", "_is_expert_parallel")
@@ -102,23 +93,16 @@ _ALPHAS, _LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
 # Names of act_fn, a function or a module, that mean the activation; clamped experts compute the
 # activation in their own code. transformers' SiLUActivation wraps torch's SiLU.
 _SILU = ("SiLUActivation", "SiLU", "silu")
-_ACT_FN_NAMES: Mapping[Activation, tuple[str, ...]] = MappingProxyType(
-    {
-        Activation.SWIGLU: _SILU,
-        Activation.CLAMPED_SWIGLU: ("NoneType",),
-        Activation.LIMITED_SWIGLU: (*_SILU, "NoneType"),
-        Activation.RELU2: ("ReLUSquaredActivation",),
-    }
-)
+_ACT_FN_NAMES: Mapping[Activation, tuple[str, ...]] = {
+    Activation.SWIGLU: _SILU,
+    Activation.CLAMPED_SWIGLU: ("NoneType",),
+    Activation.LIMITED_SWIGLU: (*_SILU, "NoneType"),
+    Activation.RELU2: ("ReLUSquaredActivation",),
+}
 
 
 def read_layout(block: nn.Module) -> BlockLayout:
-    """Return the layout that a block's names suggest; the probe finds router_inputs.
-
-    Raises:
-        ConfigError: a part or an attribute that this file does not list, or a value of an attribute
-            that ExpertParallelMoE does not support.
-    """
+    """Return the layout that a block's names suggest; the probe finds router_inputs."""
     if not isinstance(getattr(block, "experts", None), nn.Module):
         raise refusal(f"{_kind(block)} has no experts", "a block with the child 'experts'")
     names: dict[str, str] = {}
@@ -155,11 +139,7 @@ def parts_of(block: nn.Module) -> dict[str, nn.Module | Tensor]:
 
 
 def read_experts(experts: nn.Module) -> tuple[ExpertWeights, dict[str, str]]:
-    """Return the experts, and the names of their parameters by field of ExpertWeights.
-
-    Raises:
-        ConfigError: as read_layout().
-    """
+    """Return the experts, and the names of their parameters by field of ExpertWeights."""
     _check_takes(experts, 3)
     tensors = dict(experts.named_parameters()) | dict(experts.named_buffers())
     for name in (*dict(experts.named_children()), *tensors):

@@ -1,10 +1,8 @@
 """Find the Ascend chip of this process, without imports."""
 
-from __future__ import annotations
-
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
-from types import MappingProxyType
 
 
 class Soc(StrEnum):
@@ -19,7 +17,11 @@ class Soc(StrEnum):
 
 
 # Prefixes of device names, which the runtime reports in upper or lower case.
-DEVICE_NAMES = MappingProxyType({Soc.A2: "Ascend910B", Soc.A3: "Ascend910_93", Soc.A5: "Ascend950"})
+DEVICE_NAMES: Mapping[Soc, str] = {
+    Soc.A2: "Ascend910B",
+    Soc.A3: "Ascend910_93",
+    Soc.A5: "Ascend950",
+}
 
 
 def soc_of(device_name: str) -> Soc | None:

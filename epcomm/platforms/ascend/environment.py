@@ -6,11 +6,8 @@ sent, so MOE_ENABLE_TOPK_NEG_ONE may have any value.
 Source: sgl-kernel-npu, deep_ep; not run on an NPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from epcomm.config import environment
 from epcomm.platforms.ascend.chip import Soc
@@ -30,13 +27,11 @@ _EXPANSION = "HCCL_OP_EXPANSION_MODE"
 # With these values A2 communicates in layers, and only the kernels can read its handles.
 _LAYERS = (("HCCL_INTRA_PCIE_ENABLE", "1"), ("HCCL_INTRA_ROCE_ENABLE", "0"))
 # Supported values; others change results or layouts.
-_REQUIRED = MappingProxyType(
-    {
-        "DEEP_USE_MODE": "default",
-        "MOE_EXPERT_TOKEN_NUMS_TYPE": "1",
-        "MOE_SHARED_EXPERT_RANK_NUM": "0",
-    }
-)
+_REQUIRED: Mapping[str, str] = {
+    "DEEP_USE_MODE": "default",
+    "MOE_EXPERT_TOKEN_NUMS_TYPE": "1",
+    "MOE_SHARED_EXPERT_RANK_NUM": "0",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

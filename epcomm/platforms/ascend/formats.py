@@ -5,8 +5,6 @@ tile has 16 rows of 32 bytes. If the operator has no kernel, as on a CPU, matric
 Source: torch_npu's npu_format_cast; not run on an NPU.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -44,9 +42,6 @@ def to_nz(matrices: Tensor) -> Tensor:
     Returns `matrices` if they are unaligned or the operator has no kernel.
 
     Local.   Host sync: none.   Needs memory for two copies while it runs, one of which remains.
-    Raises:
-        ConfigError: the device made a row-major copy, because
-            `torch.npu.config.allow_internal_format = True` is not set.
     """
     if alignment_reasons(_CAST, matrices) or not has_kernel(_CAST, matrices.device):
         return matrices

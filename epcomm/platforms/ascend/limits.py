@@ -3,8 +3,6 @@
 Source: sgl-kernel-npu, deep_ep and the tiling of its operators; not run on an NPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from epcomm.platforms.ascend.chip import Soc

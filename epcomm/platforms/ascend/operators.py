@@ -1,7 +1,5 @@
 """Find the operators of torch_npu on a device; the caller imports torch_npu."""
 
-from __future__ import annotations
-
 import torch
 
 # Dispatch keys of the operators: that of the vendor, and that of the imitations.

@@ -1,14 +1,13 @@
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from epcomm.bench.check import CheckError, check_contender, tolerance
+from epcomm.bench.check import check_contender, tolerance
 from epcomm.bench.contenders.base import Contender
 from epcomm.bench.run import ALTERNATIVES
-from epcomm.testing.data import BatchSpec, RankBatch, make_batch, random_ids
+from epcomm.testing.data import BatchSpec, make_batch, random_ids
 
 # All ranks of AllGather have the same T.
 TOKENS: dict[str, Callable[[int, int], int]] = {
@@ -34,11 +33,6 @@ def make_alternative(name: str, spec: BatchSpec) -> Contender:
     return ALTERNATIVES[name](spec.num_experts(dist.get_world_size()))
 
 
-def batches_of(spec: BatchSpec) -> list[RankBatch]:
-    world_size = dist.get_world_size()
-    return [make_batch(spec, rank, world_size) for rank in range(world_size)]
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("name", "tokens", "dtype"),
@@ -52,12 +46,12 @@ def batches_of(spec: BatchSpec) -> list[RankBatch]:
         ),
     ],
 )
-def test_rows_arrive_bit_equal_and_sums_are_rounded_once(
+def test_sums_are_those_of_the_formula_rounded_once(
     name: str, tokens: str, dtype: torch.dtype
 ) -> None:
     spec = spec_of(tokens, dtype)
-    alternative = make_alternative(name, spec)
-    check_contender(alternative, batches_of(spec), dist.get_rank(), spec.num_local_experts)
+    rank, alternative = dist.get_rank(), make_alternative(name, spec)
+    check_contender(alternative, make_batch(spec, rank, 2), rank * spec.num_local_experts)
 
 
 @pytest.mark.ranks(2)
@@ -71,20 +65,6 @@ def test_a_batch_may_be_combined_after_another_dispatch(name: str) -> None:
         y = alternative.combine(alternative.group(dispatched).rows, dispatched)
         expected = batch.x * batch.topk_weights.sum(dim=1, keepdim=True)
         torch.testing.assert_close(y, expected)
-
-
-@pytest.mark.ranks(2)
-def test_one_wrong_bit_on_one_rank_fails_the_check_on_all() -> None:
-    spec = spec_of("even")
-    batches = batches_of(spec)
-    seen = list(batches)
-    if dist.get_rank() == 1:
-        x = batches[1].x.clone()
-        x.view(torch.int32)[2, 3] ^= 1
-        seen[1] = replace(batches[1], x=x)
-    alternative = make_alternative("expert_rows", spec)
-    with pytest.raises(CheckError, match=r"expert_rows: rank \d: expert .* nothing was measured"):
-        check_contender(alternative, seen, dist.get_rank(), spec.num_local_experts)
 
 
 def test_the_tolerance_follows_the_dtype() -> None:

@@ -3,9 +3,9 @@ import torch
 
 from epcomm import EPConfig, EPGroup, Mode, MoESpec
 from epcomm.bench.contenders.backends import Epcomm
-from epcomm.bench.contenders.base import SentBytes
 from epcomm.bench.run import ALTERNATIVES
 from epcomm.buffers.sizes import CallShape
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.testing.data import RankBatch
 
 # Worked by hand: 2 ranks with 2 experts each, 3 tokens a rank, rows of 4 float32, 16 B.
@@ -33,14 +33,12 @@ def test_every_contender_counts_what_was_counted_by_hand() -> None:
         call = CallShape(rank=rank, tokens_of_rank=(3, 3), rows_sent=2, rows_received=2)
         planned = epcomm.plan.wire_bytes(call)
     pairs = (3, 4)
-    assert sent["expert_rows"] == SentBytes(
-        dispatch=pairs[rank] * ROW_BYTES, combine=pairs[1 - rank] * ROW_BYTES, control=2 * 8
+    assert sent["expert_rows"] == BufferTraffic(
+        dispatch_bytes=pairs[rank] * ROW_BYTES,
+        combine_bytes=pairs[1 - rank] * ROW_BYTES,
+        control_bytes=2 * 8,
     )
-    assert sent["all_gather"] == SentBytes(dispatch=3 * (16 + 24), combine=3 * 16, control=0)
+    assert sent["all_gather"] == BufferTraffic(dispatch_bytes=3 * (16 + 24), combine_bytes=3 * 16)
     # A row of 16 B is sent with its 2 ids and 2 weights, 16 B more, and is returned without them.
-    assert (counted.dispatch, counted.combine) == (2 * 32, 2 * 16)
-    assert counted == SentBytes(
-        dispatch=planned.dispatch_bytes,
-        combine=planned.combine_bytes,
-        control=planned.control_bytes,
-    )
+    assert (counted.dispatch_bytes, counted.combine_bytes) == (2 * 32, 2 * 16)
+    assert counted == planned

@@ -57,7 +57,7 @@ def no_deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kind_serves_what_it_holds(
     kind: DeepEPKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_package(tmp_path / "deep_ep", DEEP_EPS[kind][0])
+    write_package(tmp_path / "deep_ep", DEEP_EPS[kind])
     monkeypatch.syspath_prepend(tmp_path)
     legacy, elastic = probe_deep_ep(WITH_LEGACY_BUFFER), probe_deep_ep(WITH_ELASTIC_BUFFER)
     assert (legacy.ok, elastic.ok) == SERVED.get(kind.value, (False, False))

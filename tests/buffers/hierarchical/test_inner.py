@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
-from epcomm.buffers.hierarchical import parts
+from epcomm.buffers.hierarchical import buffer
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.calls.order import Calls
 from epcomm.platforms.nvlink import PeerReach
@@ -24,8 +24,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch, reached: list[str], process_group: o
         collectives=SimpleNamespace(device=torch.device("cuda", 0)),
         gather_records=lambda *_, **__: found,
     )
-    monkeypatch.setattr(parts, "reach_of", lambda _: PeerReach(device="a"))
-    return parts.inner_buffer_class(
+    monkeypatch.setattr(buffer, "reach_of", lambda _: PeerReach(device="a"))
+    return buffer.inner_buffer_class(
         cast(Calls, whole),
         cast(
             Calls,

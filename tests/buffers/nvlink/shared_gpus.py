@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def let_ranks_share_gpus(device: torch.device) -> None:
     """Make EPGroup() use `device` beside gloo, and report all GPUs as connected by NVLink."""
     from epcomm import EPGroup
-    from epcomm.buffers.hierarchical import parts
+    from epcomm.buffers.hierarchical import buffer
     from epcomm.planning import candidates
     from epcomm.platforms.nvlink import PeerReach
 
@@ -29,4 +29,4 @@ def let_ranks_share_gpus(device: torch.device) -> None:
     def reach_of(_: torch.device) -> PeerReach:
         return PeerReach(device=os.environ["RANK"], reached=joined)
 
-    candidates.reach_of = parts.reach_of = reach_of
+    candidates.reach_of = buffer.reach_of = reach_of

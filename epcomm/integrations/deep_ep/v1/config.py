@@ -4,8 +4,6 @@ epcomm's buffers use only the number of SMs; programs compute with the other num
 deepseek-ai/DeepEP, csrc/legacy/config.hpp; a recording of the real package.
 """
 
-from __future__ import annotations
-
 from epcomm.errors import ConfigError
 from epcomm.types import align_up
 

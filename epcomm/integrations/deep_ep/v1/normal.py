@@ -1,7 +1,5 @@
 """Normal dispatch of V1, and its handle: six tensors, and the exchange of the rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property

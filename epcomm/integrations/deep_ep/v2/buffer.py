@@ -1,7 +1,5 @@
 """ElasticBuffer of DeepEP V2: its calls and signatures, translated to epcomm's buffers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -36,12 +34,9 @@ from epcomm.integrations.deep_ep.v2.handle import (
     Positions,
 )
 from epcomm.ops.slots import (
-    AnyMembers,
-    MemberTable,
+    as_members,
     gather_scalars,
-    members_of,
     reduce_rows,
-    row_ops_for,
     spread_to_slots,
 )
 from epcomm.types import RowsPer, align_up
@@ -355,7 +350,7 @@ class ElasticBuffer:
                 and the program has read or set handle.recv_src_metadata: any rows that it names.
             topk_weights: [N, K], float32, of which those of experts of this rank are returned, or
                 [N] if expanded, the weight of each row; alike on all ranks.
-            bias: none, one or two of [T, H], bfloat16, with which the sums begin; these are
+            bias: none, one or two of [T, H], bfloat16, added to the sums; these are
                 float32, and rounded once.
             previous_event, previous_event_before_epilogue: what the call waits for.
 
@@ -445,23 +440,18 @@ class ElasticBuffer:
         if self.allow_multiple_reduction and named is None:
             return return_rows(exchange, x, scalars, bias, rows_per=RowsPer.SLOT)
         if self.allow_multiple_reduction:
-            rows = reduce_rows(detached(x), _members_of(slots_of_row))
+            rows = reduce_rows(
+                detached(x), as_members(slots_of_row, slots_of_row.numel(), is_exact=False)
+            )
             return return_rows(exchange, _without_unknown(rows, named, x), scalars, bias)
         shape = (exchange.num_tokens, x.shape[1])
         total = torch.zeros(shape, dtype=torch.float32, device=x.device) if bias is None else bias
         sums = None
         for slots_of_k in slots_of_row.split(1, dim=1):
-            rows = reduce_rows(detached(x), _members_of(slots_of_k))
+            rows = reduce_rows(detached(x), as_members(slots_of_k, len(slots_of_k), is_exact=False))
             y, returned = return_rows(exchange, _without_unknown(rows, named, x), scalars)
             total, sums, scalars = total + y.float(), sums if scalars is None else returned, None
         return total.to(x.dtype), sums
-
-
-def _members_of(table: Tensor) -> AnyMembers:
-    """Return the rows that each line of a table [R, K] names. Host sync: on CPUs."""
-    if row_ops_for(table) is not None:
-        return MemberTable(table=table.contiguous())
-    return members_of(table, int((table >= 0).sum()))
 
 
 def _without_unknown(rows: Tensor, named: Tensor | None, x: Tensor) -> Tensor:

@@ -4,8 +4,6 @@ An element is the content of a position of a received tensor: a slot if rows are
 row. V2 packs elements without gaps between ranks, and after the last one its tensors are undefined.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

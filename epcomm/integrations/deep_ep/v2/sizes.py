@@ -3,8 +3,6 @@
 Source: deepseek-ai/DeepEP, csrc/elastic/buffer.hpp and deep_ep/buffers/elastic.py.
 """
 
-from __future__ import annotations
-
 from epcomm.types import align_up
 
 # 2 MB: the granularity of symmetric memory.

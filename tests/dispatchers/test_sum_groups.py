@@ -230,12 +230,16 @@ def check_bits(
 
 
 @pytest.mark.ranks(4, slow=(8,))
-def test_bits_do_not_depend_on_hosts() -> None:
-    """2 hosts of 2 or 4 ranks."""
+@pytest.mark.parametrize("hosts", ["neighbours", "apart"])
+def test_bits_do_not_depend_on_hosts(hosts: str) -> None:
+    """2 hosts of 2 or 4 ranks; ranks of a host are neighbours, or take turns."""
     world_size = torch.distributed.get_world_size()
+    host_of_rank = [
+        rank * 2 // world_size if hosts == "neighbours" else rank % 2 for rank in range(world_size)
+    ]
     with EPGroup() as group:
-        # As of a two-dimensional DeviceMesh.
-        group.hosts = HostLayout.of([rank * 2 // world_size for rank in range(world_size)])
+        # As of a two-dimensional DeviceMesh, which has only the first of the two orders.
+        group.hosts = HostLayout.of(host_of_rank)
         check_bits(group, NORMAL, EPConfig(backend="hierarchical"), torch.bfloat16)
 
 

@@ -110,9 +110,8 @@ class HierarchicalBuffer(Buffer):
         if not hosts.is_even:
             sizes = " and ".join(str(len(ranks)) for ranks in hosts.ranks_of_host)
             return (f"hosts have {sizes} ranks, expected the same number on each",)
-        in_order = [rank for ranks in hosts.ranks_of_host for rank in ranks]
-        if in_order != sorted(in_order):
-            return (f"needs ranks of a host that are neighbours in the group, not {hosts}",)
+        if any(list(ranks) != sorted(ranks) for ranks in zip(*hosts.ranks_of_host, strict=True)):
+            return (f"needs ranks of equal local index in the order of their hosts, not {hosts}",)
         if num_places(hosts) == 1:
             return ("hosts have one rank each, so relaying saves no rows",)
         return ()
@@ -162,6 +161,8 @@ class HierarchicalBuffer(Buffer):
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         self._calls, self._collectives, self._spec = calls, calls.collectives, spec
+        self._expert_places = _expert_places(spec, calls.collectives.device)
+        self._group_order = self._find_group_order()
 
     def prepare(self) -> None:
         """Split the ranks, and open a buffer between hosts and one inside each host.
@@ -202,7 +203,7 @@ class HierarchicalBuffer(Buffer):
             )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
-        came = _tried(lambda: self._outer.dispatch(call))
+        came = _tried(lambda: self._outer.dispatch(self._call_between(call)))
         if isinstance(came, EPError):
             if came.fault_word is None:
                 came.fault_word = pack_fault(FaultCode.of(came), self._collectives.rank)
@@ -216,14 +217,28 @@ class HierarchicalBuffer(Buffer):
             if not (isinstance(problem, EPError) and problem.was_passed_on):
                 self._refuse_between(problem)
             raise
+        outer = came.exchange_plan
+        if self._group_order is not None:
+            assert isinstance(outer, CollectiveExchangePlan), "HostRowsBuffer made it"
+            assert outer.addends is not None, "the buffer has groups"
+            # Add the returned rows of a token in ascending order of groups.
+            outer = replace(outer, addends=outer.addends[:, self._group_order])
         exchange_plan = HierarchicalExchangePlan(
             num_tokens=call.num_tokens,
             num_rows=inner.exchange_plan.num_rows,
             index=inner.index,
-            outer=came.exchange_plan,
+            outer=outer,
             inner=inner.exchange_plan,
         )
         return replace(inner, exchange_plan=exchange_plan)
+
+    def _find_group_order(self) -> Tensor | None:
+        """Return the column of each group, [G], in the outer exchange; None if in their order."""
+        spec, places = self._spec, self._expert_places
+        if spec.sum_groups is None or spec.sums_at_source or places is None:
+            return None
+        group_size = spec.num_local_experts * self._collectives.world_size // spec.sum_groups
+        return places[::group_size] // group_size
 
     def _dispatch_inside(self, call: DispatchCall) -> Dispatched:
         """Dispatch inside the host; report a failure before the header to its ranks."""
@@ -345,6 +360,16 @@ class HierarchicalBuffer(Buffer):
         self._outer.abandon()
         self._inner.abandon()
 
+    def _call_between(self, call: DispatchCall) -> DispatchCall:
+        """Return the call for the outer buffer, in which experts of a host are contiguous."""
+        if self._expert_places is None:
+            return call
+        ids = call.topk_ids
+        # Keep ids that are out of range, so that the outer dispatch reports them.
+        is_expert = (ids >= 0) & (ids < self._expert_places.shape[0])
+        places = self._expert_places[torch.where(is_expert, ids, 0)]
+        return replace(call, topk_ids=torch.where(is_expert, places, ids))
+
     def _refuse_between(self, problem: Exception) -> None:
         """Report a problem in the outer combine, unless it is an EPTimeout."""
         if not isinstance(problem, EPTimeout):
@@ -402,6 +427,17 @@ def _without_tokens(call: DispatchCall, error: EPError, spec: BufferSpec) -> Dis
         topk_weights=torch.empty(0, spec.top_k, dtype=dtype.scalar_dtype, device=ids.device),
         error=error,
     )
+
+
+def _expert_places(spec: BufferSpec, device: torch.device) -> Tensor | None:
+    """Return new expert numbers, [P], contiguous on each host; None if they already are."""
+    hosts, num_local = hosts_of(spec), spec.num_local_experts
+    in_order = [rank for ranks in hosts.ranks_of_host for rank in ranks]
+    if in_order == sorted(in_order):
+        return None
+    experts = torch.arange(num_local, device="cpu")
+    first_experts = torch.tensor(in_order, device="cpu").unsqueeze(1) * num_local
+    return (first_experts + experts).flatten().argsort().to(device)
 
 
 def hosts_of(spec: BufferSpec) -> HostLayout:

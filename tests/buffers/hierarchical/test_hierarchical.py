@@ -1,29 +1,30 @@
-from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch import Tensor
 
 from epcomm import EPGroup, Mode
-from epcomm.buffers.hierarchical.buffer import HierarchicalBuffer
 from epcomm.buffers.sizes import CallShape, RowBytes
 from epcomm.spec import HostLayout
 from epcomm.testing import buffer_suite
 from epcomm.testing.data import BatchSpec
 from epcomm.types import RowsPer
-from tests.cases.specs import buffer_spec
 
-HOSTS = HostLayout.of([0, 0, 1, 1])
+# Ranks of a host are contiguous, or strided as in a mesh whose first dimension is inside hosts.
+LAYOUTS = MappingProxyType(
+    {"neighbours": HostLayout.of([0, 0, 1, 1]), "apart": HostLayout.of([0, 1, 0, 1])}
+)
 
 
-def env_of(group: EPGroup) -> buffer_suite.BufferEnv:
+def env_of(group: EPGroup, layout: str) -> buffer_suite.BufferEnv:
     # Between GPUs of a host, the kernels for NVLink support no other rows.
     dtype = torch.bfloat16 if group.device.type == "cuda" else None
     return buffer_suite.BufferEnv(
         group=group,
         backend="HierarchicalBuffer",
         mode=Mode.NORMAL,
-        hosts=HOSTS,
+        hosts=LAYOUTS[layout],
         dtype=dtype,
     )
 
@@ -31,7 +32,7 @@ def env_of(group: EPGroup) -> buffer_suite.BufferEnv:
 @pytest.mark.mpi_ranks(4)
 @pytest.mark.parametrize("scenario", ["uneven", "faults", "combine_faults"])
 def test_two_hosts_over_mpi_keep_the_contract(scenario: str, group: EPGroup) -> None:
-    buffer_suite.run_scenario(scenario, env_of(group))
+    buffer_suite.run_scenario(scenario, env_of(group, "neighbours"))
 
 
 # Scenarios whose rows and counts the two buffers inside could treat in another way than either of
@@ -51,7 +52,8 @@ SCENARIOS = [
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_two_hosts_of_two_ranks_keep_the_contract(scenario: str, group: EPGroup) -> None:
-    buffer_suite.run_scenario(scenario, env_of(group))
+    env = env_of(group, "apart" if scenario == "uneven" else "neighbours")
+    buffer_suite.run_scenario(scenario, env)
 
 
 def on_every_rank(num_tokens: int, top_k: int, num_experts: int, _: torch.Generator) -> Tensor:
@@ -61,8 +63,9 @@ def on_every_rank(num_tokens: int, top_k: int, num_experts: int, _: torch.Genera
 
 
 @pytest.mark.ranks(4)
-def test_the_largest_call_sends_the_bytes_that_are_predicted(group: EPGroup) -> None:
-    env = env_of(group)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_largest_call_sends_the_bytes_that_are_predicted(layout: str, group: EPGroup) -> None:
+    env = env_of(group, layout)
     spec = env.adapted(BatchSpec(top_k=4, tokens_of_rank=lambda *_: 3, choose_ids=on_every_rank))
     buffer, batches = env.open(spec), env.batches(spec)
     out = buffer.dispatch(buffer_suite.make_call(batches[group.rank]))
@@ -73,10 +76,3 @@ def test_the_largest_call_sends_the_bytes_that_are_predicted(group: EPGroup) -> 
     row = RowBytes.of(env.buffer_spec(spec))
     assert predicted.bytes_between == 3 * (row.dispatch + row.combine)
     assert buffer.traffic() == predicted
-
-
-def test_ranks_of_a_host_must_be_neighbours() -> None:
-    kind, spec = HierarchicalBuffer, buffer_spec(128, 2, 2)
-    assert kind.lacks_between(replace(spec, hosts=HOSTS)) == ()
-    (reason,) = kind.lacks_between(replace(spec, hosts=HostLayout.of([0, 1, 0, 1])))
-    assert "neighbours" in reason

@@ -278,7 +278,14 @@ class ExpertParallelExperts(nn.Module):
         return None if self._replicas is None else self._replicas.logical_of_physical
 
     @untraced
-    def forward(self, x: Tensor, topk: TopKOutput, *, decode: bool | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        topk: TopKOutput,
+        *,
+        decode: bool | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Tensor:
         """Compute the routed experts of this rank's tokens.
 
         Args:
@@ -287,6 +294,7 @@ class ExpertParallelExperts(nn.Module):
                 [T, K], float32. Other floating dtypes, also of x, are cast: docs/precision.md.
             decode: the phase, equal on all ranks; in mode auto True selects low latency. None: True
                 in decode_phase(), otherwise False.
+            meanwhile: local work, which runs while the tokens are sent; only if overlaps().
 
         Returns:
             [T, H], dtype of x.
@@ -310,10 +318,22 @@ class ExpertParallelExperts(nn.Module):
         if self._replicas is not None:
             topk = self._replicas.choose(topk)
         if isinstance(self.path, PipelinePath):
-            return self.path.run(x, topk, weights, self._counter, decode=decode)
+            return self.path.run(
+                x, topk, weights, self._counter, decode=decode, meanwhile=meanwhile
+            )
         out = self.path.run(x, topk, weights, decode=decode)
         self._counter.count(out.y.shape[0], out.num_rows, out.num_slots, out.num_tokens_per_expert)
         return out.y
+
+    def overlaps(self, *, decode: bool | None = None) -> bool:
+        """Return whether forward() sends tokens on a thread, so that `meanwhile` runs beside it.
+
+        Equal on all ranks. Local.
+        """
+        if self.group.world_size == 1 or not isinstance(self.path, PipelinePath):
+            return False
+        decode = self.is_decoding if decode is None else decode
+        return self.path.phases.any_of(decode=decode).is_asynchronous
 
     @untraced
     def refuse(self, problem: Exception, *, decode: bool | None = None) -> None:
@@ -485,6 +505,7 @@ class PipelinePath:
         counter: LayerCounter,
         *,
         decode: bool,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Tensor:
         """Dispatch, compute, combine and count one batch; see ExpertParallelExperts.forward."""
         dtype, planned = weights.dtype, self._spec.dtype
@@ -501,19 +522,31 @@ class PipelinePath:
         trained: NeedGrad = False
         if torch.is_grad_enabled():
             trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
-        out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
+        if meanwhile is None:
+            out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
+        else:
+            pending = dispatcher.dispatch_async(x, topk, experts_need_grad=trained)
+            try:
+                meanwhile()
+            except Exception as problem:
+                self._report(problem, dispatcher, pending.wait())
+                raise
+            out = pending.wait()
         try:
             results = self._run_experts(out, weights)
         except Exception as problem:
-            # refuse() of ExpertParallelExperts reports the error in the same manner.
-            with suppress(EPError, RuntimeError):
-                error = unready_error(problem, self._group.where, function="combine")
-                dispatcher.refuse_combine(error, out.handle.exchange_plan)
+            self._report(problem, dispatcher, out)
             raise
         y = dispatcher.combine(results)
         # Use the rows of y, because x is unchecked if a static buffer has recorded a fault.
         count_batch(counter, y.shape[0], out.handle.exchange_plan)
         return y
+
+    def _report(self, problem: Exception, dispatcher: AnyDispatcher, out: DispatchOutput) -> None:
+        """Report an error to the ranks that combine; refuse() of ExpertParallelExperts does so."""
+        with suppress(EPError, RuntimeError):
+            error = unready_error(problem, self._group.where, function="combine")
+            dispatcher.refuse_combine(error, out.handle.exchange_plan)
 
     @ranged("experts")
     def _run_experts(self, out: DispatchOutput, weights: ExpertTensors) -> CombineInput:

@@ -202,6 +202,9 @@ class ExpertParallelMoE(nn.Module):
             The shape and dtype of x; for blocks that return their router's scores, these follow:
             topk_weights [T, K], best expert first.
 
+        Shared experts run while tokens, and in backward their gradients, are sent: on CPU ranks
+        over gloo, except in a compiled layer.
+
         Collective: yes, forward and backward, on every rank also when it has no token.
         Host sync: see explain().
         Raises:
@@ -214,10 +217,24 @@ class ExpertParallelMoE(nn.Module):
         """
         layout = self._layout
         logits, tokens, topk = self._prepare(x, input_ids, decode, topk_ids)
-        y = self._through(layout.latent_out, self.experts(tokens, topk, decode=decode))
+        shared: list[Tensor] = []
+        if self._overlaps(decode):
+            y = self.experts(
+                tokens,
+                topk,
+                decode=decode,
+                meanwhile=lambda: shared.append(self._shared_experts(x)),
+            )
+        else:
+            y = self.experts(tokens, topk, decode=decode)
+        y = self._through(layout.latent_out, y)
         if layout.routed_scale != 1.0:
             y = y * layout.routed_scale
-        y = self._through(layout.output_norm, self._add_shared_experts(y.view(x.shape), x))
+        y = y.view(x.shape)
+        if layout.shared_experts is not None:
+            y = y + (shared[0] if shared else self._shared_experts(x))
+            y = y / 2 if layout.averages_shared_experts else y
+        y = self._through(layout.output_norm, y)
         return (y, topk.topk_weights.to(logits.dtype)) if layout.returns_scores else y
 
     def _prepare(
@@ -331,10 +348,21 @@ class ExpertParallelMoE(nn.Module):
         assert isinstance(y, Tensor), "only routers return more"
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def _add_shared_experts(self, y: Tensor, x: Tensor) -> Tensor:
+    def _overlaps(self, decode: bool | None) -> bool:
+        """Return whether the shared experts run while the tokens are sent.
+
+        They do not in a compiled layer, because only what is outside the experts' call is compiled.
+        """
+        if self._layout.shared_experts is None or torch.compiler.is_compiling():
+            return False
+        # An adapter may replace the experts.
+        return isinstance(self.experts, ExpertParallelExperts) and self.experts.overlaps(
+            decode=decode
+        )
+
+    def _shared_experts(self, x: Tensor) -> Tensor:
         layout = self._layout
-        if layout.shared_experts is None:
-            return y
+        assert layout.shared_experts is not None, "the caller has checked it"
         shared_experts = self.get_submodule(layout.shared_experts)
 
         def compute(x: Tensor) -> Tensor:
@@ -344,8 +372,7 @@ class ExpertParallelMoE(nn.Module):
             # In the block, because torch computes the last elements of a tensor in another way.
             return torch.sigmoid(self.get_submodule(layout.shared_experts_gate)(x)) * shared
 
-        shared = self._in_blocks(compute, x)
-        return (y + shared) / 2 if layout.averages_shared_experts else y + shared
+        return self._in_blocks(compute, x)
 
 
 def _check_blocks(experts: ExpertParallelExperts) -> int | None:

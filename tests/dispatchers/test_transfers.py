@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event, current_thread, main_thread
+from threading import Event
 from typing import Any
 
 import pytest
@@ -28,9 +26,8 @@ from epcomm import (
 )
 from epcomm.buffers.collective.all_to_all import RowsBuffer, SendPlan
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, make_weights
+from tests.cases.recorder import LIMIT_S, Recorder
 
-# Seconds in which a thread on a busy machine makes a call.
-LIMIT_S = 60
 BACKENDS = ("collective", "shared_memory")
 # Rank 0 has no tokens.
 BATCH = BatchSpec(
@@ -98,32 +95,6 @@ def test_begun_calls_return_the_bits_of_calls(backend: str, num_ranks: int) -> N
         assert len(found) == len(expected) == 5
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
-
-
-class Recorder:
-    """Counts the calls that have moved their rows, by kind, and those on the caller's thread."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ended: Counter[str] = Counter()
-        self.on_caller = 0
-        for kind in ("dispatch", "combine", "cached_dispatch"):
-            monkeypatch.setattr(RowsBuffer, kind, self._recorded(kind, getattr(RowsBuffer, kind)))
-
-    def _recorded(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            found = call(*args, **kwargs)
-            self.on_caller += current_thread() is main_thread()
-            self.ended[kind] += 1
-            return found
-
-        return run
-
-    def compute_until(self, kind: str, number: int) -> None:
-        """Compute products until `number` calls of this kind have moved their rows."""
-        deadline_s, product = time.monotonic() + LIMIT_S, torch.ones(8, 8)
-        while self.ended[kind] < number:
-            assert time.monotonic() < deadline_s, f"{kind} waits for wait()"
-            product = product @ torch.eye(8)
 
 
 class Beside(torch.autograd.Function):

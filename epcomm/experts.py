@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
+from epcomm.dispatchers import chunks
 from epcomm.dispatchers.checks import NeedGrad, unready_error
 from epcomm.dispatchers.dispatcher import (
     DeepEPLowLatencyDispatcher,
@@ -522,6 +523,8 @@ class PipelinePath:
         trained: NeedGrad = False
         if torch.is_grad_enabled():
             trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
+        if self._config.chunks is not None and not decode and dispatcher.is_asynchronous:
+            return self._run_chunks(dispatcher, x, topk, weights, counter, trained, meanwhile)
         if meanwhile is None:
             out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
         else:
@@ -541,6 +544,34 @@ class PipelinePath:
         # Use the rows of y, because x is unchecked if a static buffer has recorded a fault.
         count_batch(counter, y.shape[0], out.handle.exchange_plan)
         return y
+
+    def _run_chunks(
+        self,
+        dispatcher: AnyDispatcher,
+        x: Tensor,
+        topk: TopKOutput,
+        weights: ExpertTensors,
+        counter: LayerCounter,
+        trained: NeedGrad,
+        meanwhile: Callable[[], object] | None,
+    ) -> Tensor:
+        assert self._config.chunks is not None, "the caller has checked it"
+        parts = chunks.split(x, topk, weights, self._config.chunks)
+
+        def compute(number: int, out: DispatchOutput) -> CombineInput:
+            part, is_new = parts[number], number == 0
+            results = self._run_experts(out, part.weights)
+            count_batch(counter, part.x.shape[0], out.handle.exchange_plan, is_new=is_new)
+            return results
+
+        return chunks.run(
+            dispatcher,
+            parts,
+            compute,
+            experts_need_grad=trained,
+            where=self._group.where,
+            meanwhile=meanwhile,
+        )
 
     def _report(self, problem: Exception, dispatcher: AnyDispatcher, out: DispatchOutput) -> None:
         """Report an error to the ranks that combine; refuse() of ExpertParallelExperts does so."""
@@ -587,14 +618,19 @@ class PipelinePath:
         return self.phases.traffic()
 
 
-def count_batch(counter: LayerCounter, num_tokens: int, exchange_plan: ExchangePlan) -> None:
-    """Count a batch of T tokens from its exchange plan. Local. Host sync: none."""
+def count_batch(
+    counter: LayerCounter, num_tokens: int, exchange_plan: ExchangePlan, *, is_new: bool = True
+) -> None:
+    """Count a batch of T tokens from its exchange plan. Local. Host sync: none.
+
+    is_new: it is not a later chunk of a counted call.
+    """
     index, num_rows = exchange_plan.index, exchange_plan.num_rows
     if index.host_num_tokens_per_expert is not None:
         num_slots = sum(index.host_num_tokens_per_expert)
     else:
         num_slots = num_rows if index.row_of_slot is None else index.row_of_slot.shape[0]
-    counter.count(num_tokens, num_rows, num_slots, index.num_tokens_per_expert)
+    counter.count(num_tokens, num_rows, num_slots, index.num_tokens_per_expert, is_new=is_new)
 
 
 # A dispatcher of either layout; the plan pairs it with a runner that reads its layout.

@@ -461,15 +461,16 @@ def begin_combine(
     combining = partial(
         _combine_watched, hidden_states, slot_weights, buffer, exchange_plan, rows_per
     )
-    pending = calls.begin(combining, report, name=name)
     if not torch.is_grad_enabled():
-        return pending
+        return calls.begin(combining, report, name=name)
     if handle.needs_backward:
         hidden_states = _anchored(hidden_states)
-    transfer = _Transfer(buffer=buffer, calls=calls, name=name, pending=pending)
+    transfer = _Transfer[Tensor](buffer=buffer, calls=calls, name=name)
+    # Checkpointing ends a recomputation when the last tensor is saved, here at the latest.
     sent = _BeginCombine.apply(
         hidden_states, slot_weights, transfer, exchange_plan, rows_per, handle.needs_backward
     )
+    transfer.pending = calls.begin(combining, report, name=name)
     return Pending(partial(_WaitCombine.apply, sent, transfer, exchange_plan, gradient_dtype))
 
 

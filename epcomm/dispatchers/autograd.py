@@ -24,7 +24,8 @@ a TorchDispatchMode sees operators, so without one a call goes directly to its b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
@@ -90,274 +91,184 @@ def _number_of(record: object) -> int:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Transfer(Generic[T]):
-    """The call in flight between the two Functions of a begun call, forward or backward."""
+class _Transfer(ABC, Generic[T]):
+    """A call in the graph; backward makes its dual call.
+
+    calls: the calls of the group; the dual follows those begun before. None: none are begun.
+    name: the call in words for messages.
+    saves: gradients() needs the inputs.
+    pending: the call that was begun, forward or backward.
+    exchange_plan, rows_per: of the batch, and of the rows on the rank of the experts.
+    """
 
     buffer: Buffer
-    calls: Calls
-    name: str
+    calls: Calls | None
+    name: str = ""
+    saves: bool = False
     pending: Pending[T] | None = None
+    exchange_plan: ExchangePlan | None = None
+    rows_per: RowsPer = RowsPer.ROW
 
-    def begin(self, call: Callable[[], T]) -> None:
-        """Begin a call of backward."""
-        self.pending = self.calls.begin(call, name=f"backward of {self.name}")
+    @abstractmethod
+    def send(self, *gradients: Tensor) -> T:
+        """Make the dual call with the gradients of the outputs. Collective: yes."""
+
+    @abstractmethod
+    def gradients(self, returned: T, saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs from the result of the dual call. Local."""
+
+    def begin(self, call: Callable[[], T], report: Report | None = None) -> None:
+        """Begin the call or its dual."""
+        assert self.calls is not None, "only a group with transfers begins calls"
+        self.pending = self.calls.begin(call, report, name=self.name)
 
     def wait(self) -> T:
-        """Return the result of the call in flight."""
+        """Return the result of the call that was begun."""
         assert self.pending is not None, "the other Function has begun the call"
         pending, self.pending = self.pending, None
         return pending.wait()
 
+    def plan(self) -> ExchangePlan:
+        """Return the exchange plan, which exists once the call is complete."""
+        assert self.exchange_plan is not None, "the call is complete"
+        return self.exchange_plan
+
+
+@dataclass(kw_only=True, eq=False)
+class _Sent(_Transfer[_Gradients]):
+    """A dispatch: tokens [T, H] and router weights [T, K] become rows [R, H] and weights [C].
+
+    dtype: the dtype of the tokens.
+    """
+
+    dtype: torch.dtype
+
+    def received(self, out: Dispatched, *, packs: bool) -> tuple[Tensor, ...]:
+        """Return the received rows, or with `packs` one per slot, and the slot weights."""
+        self.exchange_plan = out.exchange_plan
+        self.rows_per = RowsPer.SLOT if packs else RowsPer.ROW
+        assert out.slot_weights is not None, "a trainable buffer sends weights"
+        # Quantised elements have no gradient, so rows that need gradients are returned dequantised.
+        # The gradient ignores the quantisation (straight-through estimator).
+        is_quantized = out.rows.format.dtype.is_quantized
+        rows = dequantize(out.rows, self.dtype) if is_quantized else out.rows.data.to(self.dtype)
+        return gather_rows(rows, out.index) if packs else rows, out.slot_weights
+
+    @ranged("dispatch_backward")
+    def send(self, *gradients: Tensor) -> _Gradients:
+        exchange_plan, (grad_rows, grad_slot_weights) = self.plan(), gradients
+        slots_of_row = exchange_plan.index.slots_of_row
+        assert slots_of_row is not None, "a trainable buffer returns an index over rows"
+        row_scalars = gather_scalars(grad_slot_weights, slots_of_row)
+        return self.buffer.combine(
+            grad_rows, exchange_plan, rows_per=self.rows_per, row_scalars=row_scalars
+        )
+
+    def gradients(self, returned: _Gradients, saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        return returned[0].to(self.dtype), returned[1]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sent:
-    """A dispatch that was begun in grad mode: its first Function, for with_history()."""
+    """A dispatch that was begun in grad mode; first: the output of _Begin."""
 
-    tensor: Tensor
-    transfer: _Transfer[_Gradients]
-
-
-class _Dispatch(torch.autograd.Function):
-    """Connects sent tensors [T, H] and [T, K] to received [R, H] and [C] in the graph."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        topk_weights: Tensor,
-        buffer: Buffer,
-        calls: Calls | None,
-        out: Dispatched,
-        packs: bool,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.buffer, ctx.calls, ctx.dtype = buffer, calls, x.dtype  # type: ignore[attr-defined]
-        return _received(ctx, out, x.dtype, packs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # type: ignore[override]
-        ctx: FunctionCtx, grad_rows: Tensor, grad_slot_weights: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        if ctx.calls is not None:  # type: ignore[attr-defined]
-            ctx.calls.settle()  # type: ignore[attr-defined]
-        grad_x, grad_weights = _return_gradients(
-            ctx.buffer,  # type: ignore[attr-defined]
-            ctx.exchange_plan,  # type: ignore[attr-defined]
-            ctx.rows_per,  # type: ignore[attr-defined]
-            grad_rows,
-            grad_slot_weights,
-        )
-        return grad_x.to(ctx.dtype), grad_weights, None, None, None, None  # type: ignore[attr-defined]
+    first: Tensor
+    transfer: _Sent
 
 
-class _BeginDispatch(torch.autograd.Function):
-    """The first Function of a begun dispatch: its input is that of _Dispatch."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, topk_weights: Tensor, transfer: _Transfer[_Gradients]
-    ) -> Tensor:
-        ctx.transfer, ctx.dtype = transfer, x.dtype  # type: ignore[attr-defined]
-        return x.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    @ranged("dispatch_backward_wait")
-    def backward(ctx: FunctionCtx, _: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
-        grad_x, grad_weights = ctx.transfer.wait()  # type: ignore[attr-defined]
-        return grad_x.to(ctx.dtype), grad_weights, None  # type: ignore[attr-defined]
-
-
-class _WaitDispatch(torch.autograd.Function):
-    """The second Function of a begun dispatch: its output is that of _Dispatch."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        sent: Tensor,
-        transfer: _Transfer[_Gradients],
-        out: Dispatched,
-        packs: bool,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.transfer = transfer  # type: ignore[attr-defined]
-        return _received(ctx, out, sent.dtype, packs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # type: ignore[override]
-        ctx: FunctionCtx, grad_rows: Tensor, grad_slot_weights: Tensor
-    ) -> tuple[Tensor, None, None, None]:
-        transfer: _Transfer[_Gradients] = ctx.transfer  # type: ignore[attr-defined]
-        transfer.begin(
-            partial(
-                _return_gradients,
-                transfer.buffer,
-                ctx.exchange_plan,  # type: ignore[attr-defined]
-                ctx.rows_per,  # type: ignore[attr-defined]
-                grad_rows,
-                grad_slot_weights,
-            )
-        )
-        return grad_rows.new_zeros(0), None, None, None
-
-
-def _received(
-    ctx: FunctionCtx, out: Dispatched, dtype: torch.dtype, packs: bool
-) -> tuple[Tensor, Tensor]:
-    """Return rows in `dtype` and slot weights; keep in `ctx` what backward needs."""
-    ctx.exchange_plan = out.exchange_plan  # type: ignore[attr-defined]
-    ctx.rows_per = RowsPer.SLOT if packs else RowsPer.ROW  # type: ignore[attr-defined]
-    assert out.slot_weights is not None, "a trainable buffer sends weights"
-    # Quantised elements have no gradient, so rows that need gradients are returned dequantised.
-    # The gradient ignores the quantisation (straight-through estimator).
-    is_quantized = out.rows.format.dtype.is_quantized
-    rows = dequantize(out.rows, dtype) if is_quantized else out.rows.data.to(dtype)
-    return gather_rows(rows, out.index) if packs else rows, out.slot_weights
-
-
-@ranged("dispatch_backward")
-def _return_gradients(
-    buffer: Buffer,
-    exchange_plan: ExchangePlan,
-    rows_per: RowsPer,
-    grad_rows: Tensor,
-    grad_slot_weights: Tensor,
-) -> _Gradients:
-    """Return the gradients of what a dispatch sent. Collective: yes."""
-    slots_of_row = exchange_plan.index.slots_of_row
-    assert slots_of_row is not None, "a trainable buffer returns an index over rows"
-    row_scalars = gather_scalars(grad_slot_weights, slots_of_row)
-    return buffer.combine(grad_rows, exchange_plan, rows_per=rows_per, row_scalars=row_scalars)
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        rows: Tensor,
-        slot_weights: Tensor | None,
-        buffer: Buffer,
-        calls: Calls | None,
-        exchange_plan: ExchangePlan,
-        rows_per: RowsPer,
-        gradient_dtype: torch.dtype,
-        lasts: bool,
-    ) -> Tensor:
-        """Combine; for `lasts` see _keep()."""
-        ctx.buffer, ctx.calls, ctx.gradient_dtype = buffer, calls, gradient_dtype  # type: ignore[attr-defined]
-        _keep(ctx, rows, slot_weights, exchange_plan, rows_per, lasts)
-        return _combine_watched(rows, slot_weights, buffer, exchange_plan, rows_per)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # type: ignore[override]
-        ctx: FunctionCtx, grad_y: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        if ctx.calls is not None:  # type: ignore[attr-defined]
-            ctx.calls.settle()  # type: ignore[attr-defined]
-        grad_rows = _send_gradients(
-            ctx.buffer,  # type: ignore[attr-defined]
-            ctx.exchange_plan,  # type: ignore[attr-defined]
-            ctx.gradient_dtype,  # type: ignore[attr-defined]
-            grad_y,
-        )
-        return *_gradients_of_results(ctx, grad_rows), None, None, None, None, None, None
-
-
-class _BeginCombine(torch.autograd.Function):
-    """The first Function of a begun combine: its input is that of _Combine."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        rows: Tensor,
-        slot_weights: Tensor | None,
-        transfer: _Transfer[Tensor],
-        exchange_plan: ExchangePlan,
-        rows_per: RowsPer,
-        lasts: bool,
-    ) -> Tensor:
-        ctx.transfer = transfer  # type: ignore[attr-defined]
-        _keep(ctx, rows, slot_weights, exchange_plan, rows_per, lasts)
-        return rows.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    @ranged("combine_backward_wait")
-    def backward(ctx: FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grad_rows = ctx.transfer.wait()  # type: ignore[attr-defined]
-        return *_gradients_of_results(ctx, grad_rows), None, None, None, None
-
-
-class _WaitCombine(torch.autograd.Function):
-    """The second Function of a begun combine: its output is that of _Combine."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        _: Tensor,
-        transfer: _Transfer[Tensor],
-        exchange_plan: ExchangePlan,
-        gradient_dtype: torch.dtype,
-    ) -> Tensor:
-        ctx.transfer, ctx.exchange_plan = transfer, exchange_plan  # type: ignore[attr-defined]
-        ctx.gradient_dtype = gradient_dtype  # type: ignore[attr-defined]
-        return transfer.wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        transfer: _Transfer[Tensor] = ctx.transfer  # type: ignore[attr-defined]
-        transfer.begin(
-            partial(
-                _send_gradients,
-                transfer.buffer,
-                ctx.exchange_plan,  # type: ignore[attr-defined]
-                ctx.gradient_dtype,  # type: ignore[attr-defined]
-                grad_y,
-            )
-        )
-        return grad_y.new_zeros(0), None, None, None
-
-
-def _keep(
-    ctx: FunctionCtx,
-    rows: Tensor,
-    slot_weights: Tensor | None,
-    exchange_plan: ExchangePlan,
-    rows_per: RowsPer,
-    lasts: bool,
-) -> None:
-    """Keep in `ctx` what _gradients_of_results() needs.
+@dataclass(kw_only=True, eq=False)
+class _Returned(_Transfer[Tensor]):
+    """A combine: expert results and slot weights become y [T, H].
 
     lasts: the caller owns the rows that cached_dispatch() returns.
     """
-    ctx.exchange_plan, ctx.rows_per, ctx.lasts = exchange_plan, rows_per, lasts  # type: ignore[attr-defined]
-    if slot_weights is not None:
-        ctx.save_for_backward(rows, slot_weights)
+
+    gradient_dtype: torch.dtype
+    lasts: bool
+
+    @ranged("combine_backward")
+    def send(self, *gradients: Tensor) -> Tensor:
+        (grad_y,) = gradients
+        # Rows that are sent must be contiguous, but sum() makes an expanded gradient.
+        wire = grad_y.to(self.gradient_dtype).contiguous()
+        return self.buffer.cached_dispatch(wire, self.plan()).to(grad_y.dtype)
+
+    def gradients(
+        self, returned: Tensor, saved: Sequence[Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if self.rows_per is RowsPer.ROW:
+            # Autograd may keep these rows, so copy them if a later dispatch overwrites them.
+            return returned if self.lasts else returned.clone(), None
+        grad, grad_weights = gather_rows(returned, self.plan().index), None
+        if saved:
+            rows, slot_weights = saved
+            grad_weights = dot_rows(grad, rows)
+            grad = (grad * slot_weights.unsqueeze(1)).to(grad.dtype)
+        return grad, grad_weights
 
 
-@ranged("combine_backward")
-def _send_gradients(
-    buffer: Buffer, exchange_plan: ExchangePlan, gradient_dtype: torch.dtype, grad_y: Tensor
-) -> Tensor:
-    """Send the gradients of tokens [T, H] to the ranks of their experts. Collective: yes."""
-    # Rows that are sent must be contiguous, but sum() makes an expanded gradient.
-    wire = grad_y.to(gradient_dtype).contiguous()
-    return buffer.cached_dispatch(wire, exchange_plan).to(grad_y.dtype)
+class _Call(torch.autograd.Function):
+    """A call that is made at once: connects its inputs to its outputs, which `make` returns."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        transfer: _Transfer[T],
+        make: Callable[[], Tensor | tuple[Tensor, ...]],
+        *inputs: Tensor,
+    ) -> Tensor | tuple[Tensor, ...]:
+        ctx.transfer = transfer  # type: ignore[attr-defined]
+        if transfer.saves:
+            ctx.save_for_backward(*inputs)
+        return make()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        transfer: _Transfer[object] = ctx.transfer  # type: ignore[attr-defined]
+        if transfer.calls is not None:
+            transfer.calls.settle()
+        returned = transfer.send(*gradients)
+        return None, None, *transfer.gradients(returned, ctx.saved_tensors)  # type: ignore[attr-defined]
 
 
-def _gradients_of_results(ctx: FunctionCtx, grad_rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of expert results and of their slot weights."""
-    if ctx.rows_per is RowsPer.ROW:  # type: ignore[attr-defined]
-        # Autograd may keep these rows, so copy them if a later dispatch overwrites them.
-        return grad_rows if ctx.lasts else grad_rows.clone(), None  # type: ignore[attr-defined]
-    grad, grad_weights = gather_rows(grad_rows, ctx.exchange_plan.index), None  # type: ignore[attr-defined]
-    if ctx.saved_tensors:  # type: ignore[attr-defined]
-        rows, slot_weights = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_weights = dot_rows(grad, rows)
-        grad = (grad * slot_weights.unsqueeze(1)).to(grad.dtype)
-    return grad, grad_weights
+class _Begin(torch.autograd.Function):
+    """The first Function of a begun call, with the inputs of _Call."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, transfer: _Transfer[T], *inputs: Tensor) -> Tensor:
+        ctx.transfer = transfer  # type: ignore[attr-defined]
+        if transfer.saves:
+            ctx.save_for_backward(*inputs)
+        return inputs[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    @ranged("backward_wait")
+    def backward(ctx: FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        transfer: _Transfer[object] = ctx.transfer  # type: ignore[attr-defined]
+        return None, *transfer.gradients(transfer.wait(), ctx.saved_tensors)  # type: ignore[attr-defined]
+
+
+class _Wait(torch.autograd.Function):
+    """The second Function of a begun call, with the outputs of _Call; `first` is that of _Begin."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        first: Tensor,
+        transfer: _Transfer[T],
+        make: Callable[[], Tensor | tuple[Tensor, ...]],
+    ) -> Tensor | tuple[Tensor, ...]:
+        ctx.transfer = transfer  # type: ignore[attr-defined]
+        return make()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        transfer: _Transfer[object] = ctx.transfer  # type: ignore[attr-defined]
+        transfer.begin(partial(transfer.send, *gradients))
+        return gradients[0].new_zeros(0), None, None
 
 
 def dispatch_rows(buffer: Buffer, call: DispatchCall) -> Dispatched:
@@ -372,10 +283,9 @@ def dispatch_rows(buffer: Buffer, call: DispatchCall) -> Dispatched:
 
 def begin_history(buffer: Buffer, calls: Calls, call: DispatchCall, name: str) -> Sent:
     """Make the first Function of a dispatch that is begun, for with_history(). Local."""
-    transfer = _Transfer[_Gradients](buffer=buffer, calls=calls, name=name)
     x = _anchored(call.unquantized)
-    tensor = _BeginDispatch.apply(x, call.topk_weights, transfer)
-    return Sent(tensor=tensor, transfer=transfer)
+    transfer = _Sent(buffer=buffer, calls=calls, name=f"backward of {name}", dtype=x.dtype)
+    return Sent(first=_Begin.apply(transfer, x, call.topk_weights), transfer=transfer)
 
 
 def with_history(
@@ -395,14 +305,14 @@ def with_history(
 
     Collective: no, but backward is, on every rank if the inputs of any rank need gradients.
     """
-    x = call.hidden_states
-    assert isinstance(x, Tensor), "quantised rows have no gradient, so their calls have no flags"
-    if sent is not None:
-        rows, slot_weights = _WaitDispatch.apply(sent.tensor, sent.transfer, out, packs)
+    x = call.unquantized
+    if sent is None:
+        transfer = _Sent(buffer=buffer, calls=calls, dtype=x.dtype)
+        make = partial(transfer.received, out, packs=packs)
+        rows, slot_weights = _Call.apply(transfer, make, _anchored(x), call.topk_weights)
     else:
-        rows, slot_weights = _Dispatch.apply(
-            _anchored(x), call.topk_weights, buffer, calls, out, packs
-        )
+        make = partial(sent.transfer.received, out, packs=packs)
+        rows, slot_weights = _Wait.apply(sent.first, sent.transfer, make)
     return WireTensor(data=rows, format=WireFormat.of(x.dtype)), slot_weights
 
 
@@ -423,55 +333,71 @@ def combine_rows(
 
     Collective: yes, and so is its backward, on every rank if any rank needs it.
     """
-    handle, hidden_states, slot_weights = rows.handle, rows.hidden_states, rows.slot_weights
-    exchange_plan, rows_per = handle.exchange_plan, rows.rows_per
-    if handle.needs_backward:
-        hidden_states = _anchored(hidden_states)
-    elif not (
-        hidden_states.requires_grad or (slot_weights is not None and slot_weights.requires_grad)
-    ):
-        return _combine_watched(hidden_states, slot_weights, buffer, exchange_plan, rows_per)
-    return _Combine.apply(
-        hidden_states,
-        slot_weights,
-        buffer,
-        calls,
-        exchange_plan,
-        rows_per,
-        gradient_dtype,
-        handle.needs_backward,
-    )
+    combining, transfer = _combining(buffer, rows), _returned(buffer, calls, rows, gradient_dtype)
+    if transfer is None:
+        return combining()
+    return _Call.apply(transfer, combining, _results(rows), rows.slot_weights)
 
 
 def begin_combine(
     buffer: Buffer,
-    calls: Calls,
     rows: RowsCombineInput,
     gradient_dtype: torch.dtype,
-    report: Report | None,
     *,
+    calls: Calls,
+    report: Report | None,
     name: str,
 ) -> Pending[Tensor]:
     """Begin a combine; wait() returns y, differentiable as that of combine_rows() in grad mode.
 
     report, name: see Calls.begin().
     """
-    handle, hidden_states, slot_weights = rows.handle, rows.hidden_states, rows.slot_weights
-    exchange_plan, rows_per = handle.exchange_plan, rows.rows_per
-    combining = partial(
-        _combine_watched, hidden_states, slot_weights, buffer, exchange_plan, rows_per
-    )
-    if not torch.is_grad_enabled():
+    combining, transfer = _combining(buffer, rows), None
+    if torch.is_grad_enabled():
+        transfer = _returned(buffer, calls, rows, gradient_dtype)
+    if transfer is None:
         return calls.begin(combining, report, name=name)
-    if handle.needs_backward:
-        hidden_states = _anchored(hidden_states)
-    transfer = _Transfer[Tensor](buffer=buffer, calls=calls, name=name)
-    # Checkpointing ends a recomputation when the last tensor is saved, here at the latest.
-    sent = _BeginCombine.apply(
-        hidden_states, slot_weights, transfer, exchange_plan, rows_per, handle.needs_backward
+    # Checkpointing ends a recomputation when the last tensor is saved, here at the latest, so the
+    # call is begun after that.
+    first = _Begin.apply(transfer, _results(rows), rows.slot_weights)
+    transfer.name = name
+    transfer.begin(combining, report)
+    transfer.name = f"backward of {name}"
+    return Pending(partial(_Wait.apply, first, transfer, transfer.wait))
+
+
+def _combining(buffer: Buffer, rows: RowsCombineInput) -> Callable[[], Tensor]:
+    plan = rows.handle.exchange_plan
+    return partial(
+        _combine_watched, rows.hidden_states, rows.slot_weights, buffer, plan, rows.rows_per
     )
-    transfer.pending = calls.begin(combining, report, name=name)
-    return Pending(partial(_WaitCombine.apply, sent, transfer, exchange_plan, gradient_dtype))
+
+
+def _returned(
+    buffer: Buffer, calls: Calls | None, rows: RowsCombineInput, gradient_dtype: torch.dtype
+) -> _Returned | None:
+    """Return the combine for the graph, or None if no rank and no tensor needs gradients."""
+    needed, weights = rows.handle.needs_backward, rows.slot_weights
+    if not (
+        needed
+        or rows.hidden_states.requires_grad
+        or (weights is not None and weights.requires_grad)
+    ):
+        return None
+    return _Returned(
+        buffer=buffer,
+        calls=calls,
+        saves=weights is not None,
+        exchange_plan=rows.handle.exchange_plan,
+        rows_per=rows.rows_per,
+        gradient_dtype=gradient_dtype,
+        lasts=needed,
+    )
+
+
+def _results(rows: RowsCombineInput) -> Tensor:
+    """Return the expert results, as an alias that requires grad if any rank needs backward."""
+    return _anchored(rows.hidden_states) if rows.handle.needs_backward else rows.hidden_states
 
 
 def _anchored(tensor: Tensor) -> Tensor:

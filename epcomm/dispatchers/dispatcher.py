@@ -388,10 +388,10 @@ class Dispatcher(Generic[DispatchT, CombineT]):
             rows = self._calls.prepared(prepare, report)
             pending = begin_combine(
                 self._buffer,
-                self._calls,
                 rows,
                 self._dtype,
-                report,
+                calls=self._calls,
+                report=report,
                 name=f"combine of {self._name}",
             )
         else:

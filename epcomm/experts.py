@@ -523,61 +523,37 @@ class PipelinePath:
         trained: NeedGrad = False
         if torch.is_grad_enabled():
             trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
-        if self._config.chunks is not None and not decode and dispatcher.is_asynchronous:
-            return self._run_chunks(dispatcher, x, topk, weights, counter, trained, meanwhile)
-        if meanwhile is None:
-            out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
-        else:
-            pending = dispatcher.dispatch_async(x, topk, experts_need_grad=trained)
-            try:
-                meanwhile()
-            except Exception as problem:
-                self._report(problem, dispatcher, pending.wait())
-                raise
-            out = pending.wait()
+        number = 1 if decode else self._config.chunks or 1
+        if meanwhile is not None or (number > 1 and dispatcher.is_asynchronous):
+            parts = chunks.split(x, topk, weights, number)
+
+            def compute(part: int, out: DispatchOutput) -> CombineInput:
+                results = self._run_experts(out, parts[part].weights)
+                num_tokens, plan = out.handle.num_tokens, out.handle.exchange_plan
+                count_batch(counter, num_tokens, plan, is_new=part == 0)
+                return results
+
+            return chunks.run(
+                dispatcher,
+                parts,
+                compute,
+                experts_need_grad=trained,
+                where=self._group.where,
+                meanwhile=meanwhile,
+            )
+        out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
         try:
             results = self._run_experts(out, weights)
         except Exception as problem:
-            self._report(problem, dispatcher, out)
+            # refuse() of ExpertParallelExperts reports the error in the same manner.
+            with suppress(EPError, RuntimeError):
+                error = unready_error(problem, self._group.where, function="combine")
+                dispatcher.refuse_combine(error, out.handle.exchange_plan)
             raise
         y = dispatcher.combine(results)
         # Use the rows of y, because x is unchecked if a static buffer has recorded a fault.
         count_batch(counter, y.shape[0], out.handle.exchange_plan)
         return y
-
-    def _run_chunks(
-        self,
-        dispatcher: AnyDispatcher,
-        x: Tensor,
-        topk: TopKOutput,
-        weights: ExpertTensors,
-        counter: LayerCounter,
-        trained: NeedGrad,
-        meanwhile: Callable[[], object] | None,
-    ) -> Tensor:
-        assert self._config.chunks is not None, "the caller has checked it"
-        parts = chunks.split(x, topk, weights, self._config.chunks)
-
-        def compute(number: int, out: DispatchOutput) -> CombineInput:
-            part, is_new = parts[number], number == 0
-            results = self._run_experts(out, part.weights)
-            count_batch(counter, part.x.shape[0], out.handle.exchange_plan, is_new=is_new)
-            return results
-
-        return chunks.run(
-            dispatcher,
-            parts,
-            compute,
-            experts_need_grad=trained,
-            where=self._group.where,
-            meanwhile=meanwhile,
-        )
-
-    def _report(self, problem: Exception, dispatcher: AnyDispatcher, out: DispatchOutput) -> None:
-        """Report an error to the ranks that combine; refuse() of ExpertParallelExperts does so."""
-        with suppress(EPError, RuntimeError):
-            error = unready_error(problem, self._group.where, function="combine")
-            dispatcher.refuse_combine(error, out.handle.exchange_plan)
 
     @ranged("experts")
     def _run_experts(self, out: DispatchOutput, weights: ExpertTensors) -> CombineInput:

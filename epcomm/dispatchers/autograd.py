@@ -305,7 +305,8 @@ def with_history(
 
     Collective: no, but backward is, on every rank if the inputs of any rank need gradients.
     """
-    x = call.unquantized
+    x = call.hidden_states
+    assert isinstance(x, Tensor), "quantised rows have no gradient, so their calls have no flags"
     if sent is None:
         transfer = _Sent(buffer=buffer, calls=calls, dtype=x.dtype)
         make = partial(transfer.received, out, packs=packs)

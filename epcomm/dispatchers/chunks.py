@@ -1,5 +1,7 @@
 """Compute a batch in chunks, so that rows of one chunk are sent while another is computed.
 
+A batch may be one chunk: then other work is done while it is sent, such as shared experts.
+
 With three chunks, D their dispatch, E their experts, C their combine:
 
     caller            E0      E1      E2
@@ -44,10 +46,8 @@ def split(x: Tensor, topk: TopKOutput, weights: ExpertTensors, number: int) -> l
     Tensors that do not fit are in every chunk as they are, so that the first dispatch reports them.
     """
     tensors = (x, topk.topk_ids, topk.topk_weights)
-    fit = all(isinstance(each, Tensor) and each.dim() > 0 for each in tensors) and (
-        len({each.shape[0] for each in tensors}) == 1
-    )
-    if not fit:
+    fit = all(isinstance(each, Tensor) and each.dim() > 0 for each in tensors)
+    if number == 1 or not fit or len({each.shape[0] for each in tensors}) != 1:
         return [Chunk(x=x, topk=topk, weights=weights)] * number
     xs, ids, router_weights = (each.tensor_split(number) for each in tensors)
     groups: Iterable[Tensor | None] = repeat(None)
@@ -147,7 +147,7 @@ class _ChunkedCall:
             if number < last:
                 out = self._dispatched()
         ys.append(self._combined())
-        return torch.cat(ys)
+        return ys[0] if last == 0 else torch.cat(ys)
 
     def finish(self) -> None:
         """Wait for the calls that were begun, whatever their result."""

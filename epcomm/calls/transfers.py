@@ -7,8 +7,8 @@ calls of all ranks meet in one order, whichever thread makes them.
     caller   begin A | compute ......... | A.wait() | compute
     thread           | headers A, rows A |
 
-PyTorch keeps grad mode and inference mode by thread, so a begun call gets inference mode from its
-caller, and never records a graph.
+A begun call runs in the context of its caller. PyTorch keeps grad mode and inference mode by
+thread, so the call gets inference mode from its caller too, and never records a graph.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from functools import partial
 from threading import get_ident
 from typing import Any, TypeVar
@@ -61,7 +62,7 @@ class Transfers:
         """
         number, is_inference = next(self._numbers), torch.is_inference_mode_enabled()
         try:
-            future = self._executor.submit(self._run, call, is_inference)
+            future = self._executor.submit(copy_context().run, self._run, call, is_inference)
         except RuntimeError as error:
             raise HandleError(
                 f"{name}: the EPGroup is closed ({self._where}); make a new one"

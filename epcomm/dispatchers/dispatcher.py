@@ -127,9 +127,11 @@ class Dispatcher(Generic[DispatchT, CombineT]):
     def is_asynchronous(self) -> bool:
         """Whether dispatch_async() and combine_async() begin the whole transfer.
 
-        True on CPU ranks over gloo; not while a TorchDispatchMode must see the operators.
+        True on CPU ranks over gloo, except for kernels of vendors; not while a TorchDispatchMode
+        must see the operators.
         """
-        return self._calls.transfers is not None and not is_watched()
+        has_thread = self._calls.transfers is not None and self._buffer.counts_calls
+        return has_thread and not is_watched()
 
     @ranged("dispatch", is_traced=False)
     def dispatch(

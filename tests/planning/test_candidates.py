@@ -156,6 +156,7 @@ OTHER_CONFIG = {
     "deterministic": True,
     "sum_groups": 4,
     "block_tokens": 4,
+    "chunks": 2,
     "record_load": True,
 }
 OTHER_SPEC = {"hidden_size": 32, "num_experts": 12, "top_k": 3, "dtype": torch.bfloat16}

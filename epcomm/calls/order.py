@@ -287,27 +287,26 @@ class Calls:
             check_gradients(found, self.names, expert_names)
         return headers
 
-    def announced(self, call: Callable[[], T], report: Report | None) -> T:
-        """Return `call()`, after the calls begun before; report an exception before its header.
+    def announced(self, call: Callable[[], T], report: Report | None, *, settles: bool = True) -> T:
+        """Return `call()`; report an exception that precedes the header of the call.
 
-        report: None: the other ranks do not wait for this one, because they know of the exception,
-            or because the host sends no header in this call.
+        Args:
+            call: makes the call, or begins it.
+            report: None: the other ranks do not wait for this one, because they know of the
+                exception, or because the host sends no header in this call.
+            settles: first wait for the calls begun before; False if `call` begins one.
         """
-        self.settle()
+        if settles:
+            self.settle()
         number = self.next_batch
         try:
             return call()
         except Exception as problem:
-            if self.next_batch == number:
-                _send(report, problem)
-            raise
-
-    def prepared(self, work: Callable[[], T], report: Report | None) -> T:
-        """Return `work()`, the local work before a call is begun; report its exception."""
-        try:
-            return work()
-        except Exception as problem:
-            _send(report, problem)
+            # The thread may have counted calls begun before, but `call` has counted none.
+            if report is not None and (self.next_batch == number or not settles):
+                # A device that has failed may be unable to send the report too.
+                with suppress(EPError, RuntimeError):
+                    report(problem)
             raise
 
     def gather_records(
@@ -528,10 +527,3 @@ class Calls:
 
     def _mode_of(self, dispatcher: int) -> Mode | None:
         return self._dispatchers[dispatcher - 1] if dispatcher > 0 else None
-
-
-def _send(report: Report | None, problem: Exception) -> None:
-    if report is not None:
-        # A device that has failed may be unable to send the report too.
-        with suppress(EPError, RuntimeError):
-            report(problem)

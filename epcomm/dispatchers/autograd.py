@@ -92,22 +92,20 @@ def _number_of(record: object) -> int:
 
 @dataclass(kw_only=True, eq=False)
 class _Transfer(ABC, Generic[T]):
-    """A call in the graph; backward makes its dual call.
+    """A call in the graph, whose backward makes the dual call.
 
     calls: the calls of the group; the dual follows those begun before. None: none are begun.
     name: the call in words for messages.
-    saves: gradients() needs the inputs.
-    pending: the call that was begun, forward or backward.
-    exchange_plan, rows_per: of the batch, and of the rows on the rank of the experts.
+    rows_per: of the rows on the rank of the experts.
     """
 
     buffer: Buffer
-    calls: Calls | None
+    calls: Calls | None = None
     name: str = ""
-    saves: bool = False
-    pending: Pending[T] | None = None
     exchange_plan: ExchangePlan | None = None
     rows_per: RowsPer = RowsPer.ROW
+    # The dual call that was begun.
+    pending: Pending[T] | None = None
 
     @abstractmethod
     def send(self, *gradients: Tensor) -> T:
@@ -117,17 +115,6 @@ class _Transfer(ABC, Generic[T]):
     def gradients(self, returned: T, saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs from the result of the dual call. Local."""
 
-    def begin(self, call: Callable[[], T], report: Report | None = None) -> None:
-        """Begin the call or its dual."""
-        assert self.calls is not None, "only a group with transfers begins calls"
-        self.pending = self.calls.begin(call, report, name=self.name)
-
-    def wait(self) -> T:
-        """Return the result of the call that was begun."""
-        assert self.pending is not None, "the other Function has begun the call"
-        pending, self.pending = self.pending, None
-        return pending.wait()
-
     def plan(self) -> ExchangePlan:
         """Return the exchange plan, which exists once the call is complete."""
         assert self.exchange_plan is not None, "the call is complete"
@@ -135,23 +122,47 @@ class _Transfer(ABC, Generic[T]):
 
 
 @dataclass(kw_only=True, eq=False)
-class _Sent(_Transfer[_Gradients]):
+class Sending(_Transfer[_Gradients]):
     """A dispatch: tokens [T, H] and router weights [T, K] become rows [R, H] and weights [C].
 
-    dtype: the dtype of the tokens.
+    first: the output of _Begin, if the dispatch is begun.
     """
 
     dtype: torch.dtype
+    first: Tensor | None = None
 
-    def received(self, out: Dispatched, *, packs: bool) -> tuple[Tensor, ...]:
-        """Return the received rows, or with `packs` one per slot, and the slot weights."""
+    def begin_history(self, call: DispatchCall) -> None:
+        """Make the first Function of a dispatch that is begun. Local."""
+        self.first = _Begin.apply(self, None, False, _anchored(call.unquantized), call.topk_weights)
+
+    def with_history(
+        self, call: DispatchCall, out: Dispatched, *, packs: bool = False
+    ) -> tuple[WireTensor, Tensor]:
+        """Return the rows and slot weights of the result, differentiable in the inputs of the call.
+
+        packs: return one row per slot, [C, H]; backward sums the gradients of slots by group.
+
+        Collective: no, but backward is, on every rank if the inputs of any rank need gradients.
+        """
         self.exchange_plan = out.exchange_plan
         self.rows_per = RowsPer.SLOT if packs else RowsPer.ROW
+        make, first = partial(self._received, out), self.first
+        if first is None:
+            x, weights = _anchored(call.unquantized), call.topk_weights
+            rows, slot_weights = _Call.apply(self, make, False, x, weights)
+        else:
+            # The graph holds this object, which must not hold the graph.
+            self.first = None
+            rows, slot_weights = _Wait.apply(self, make, first)
+        return WireTensor(data=rows, format=WireFormat.of(self.dtype)), slot_weights
+
+    def _received(self, out: Dispatched) -> tuple[Tensor, Tensor]:
         assert out.slot_weights is not None, "a trainable buffer sends weights"
         # Quantised elements have no gradient, so rows that need gradients are returned dequantised.
         # The gradient ignores the quantisation (straight-through estimator).
         is_quantized = out.rows.format.dtype.is_quantized
         rows = dequantize(out.rows, self.dtype) if is_quantized else out.rows.data.to(self.dtype)
+        packs = self.rows_per is RowsPer.SLOT
         return gather_rows(rows, out.index) if packs else rows, out.slot_weights
 
     @ranged("dispatch_backward")
@@ -168,18 +179,11 @@ class _Sent(_Transfer[_Gradients]):
         return returned[0].to(self.dtype), returned[1]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Sent:
-    """A dispatch that was begun in grad mode; first: the output of _Begin."""
-
-    first: Tensor
-    transfer: _Sent
-
-
 @dataclass(kw_only=True, eq=False)
-class _Returned(_Transfer[Tensor]):
+class _Returning(_Transfer[Tensor]):
     """A combine: expert results and slot weights become y [T, H].
 
+    gradient_dtype: dtype of the rows that backward sends.
     lasts: the caller owns the rows that cached_dispatch() returns.
     """
 
@@ -193,9 +197,7 @@ class _Returned(_Transfer[Tensor]):
         wire = grad_y.to(self.gradient_dtype).contiguous()
         return self.buffer.cached_dispatch(wire, self.plan()).to(grad_y.dtype)
 
-    def gradients(
-        self, returned: Tensor, saved: Sequence[Tensor]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def gradients(self, returned: Tensor, saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         if self.rows_per is RowsPer.ROW:
             # Autograd may keep these rows, so copy them if a later dispatch overwrites them.
             return returned if self.lasts else returned.clone(), None
@@ -214,13 +216,18 @@ class _Call(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         transfer: _Transfer[T],
-        make: Callable[[], Tensor | tuple[Tensor, ...]],
+        make: Callable[[], Tensor | tuple[Tensor, ...]] | None,
+        saves: bool,
         *inputs: Tensor,
     ) -> Tensor | tuple[Tensor, ...]:
+        """Make the call, or for None return a tensor without elements.
+
+        saves: gradients() needs the inputs.
+        """
         ctx.transfer = transfer  # type: ignore[attr-defined]
-        if transfer.saves:
+        if saves:
             ctx.save_for_backward(*inputs)
-        return make()
+        return inputs[0].new_empty(0) if make is None else make()
 
     @staticmethod
     @once_differentiable
@@ -229,25 +236,20 @@ class _Call(torch.autograd.Function):
         if transfer.calls is not None:
             transfer.calls.settle()
         returned = transfer.send(*gradients)
-        return None, None, *transfer.gradients(returned, ctx.saved_tensors)  # type: ignore[attr-defined]
+        return None, None, None, *transfer.gradients(returned, ctx.saved_tensors)  # type: ignore[attr-defined]
 
 
-class _Begin(torch.autograd.Function):
-    """The first Function of a begun call, with the inputs of _Call."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, transfer: _Transfer[T], *inputs: Tensor) -> Tensor:
-        ctx.transfer = transfer  # type: ignore[attr-defined]
-        if transfer.saves:
-            ctx.save_for_backward(*inputs)
-        return inputs[0].new_empty(0)
+class _Begin(_Call):
+    """The first Function of a begun call, which makes nothing."""
 
     @staticmethod
     @once_differentiable
     @ranged("backward_wait")
-    def backward(ctx: FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         transfer: _Transfer[object] = ctx.transfer  # type: ignore[attr-defined]
-        return None, *transfer.gradients(transfer.wait(), ctx.saved_tensors)  # type: ignore[attr-defined]
+        assert transfer.pending is not None, "_Wait has begun the dual call"
+        returned = transfer.pending.wait()
+        return None, None, None, *transfer.gradients(returned, ctx.saved_tensors)  # type: ignore[attr-defined]
 
 
 class _Wait(torch.autograd.Function):
@@ -256,9 +258,9 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        first: Tensor,
         transfer: _Transfer[T],
         make: Callable[[], Tensor | tuple[Tensor, ...]],
+        first: Tensor,
     ) -> Tensor | tuple[Tensor, ...]:
         ctx.transfer = transfer  # type: ignore[attr-defined]
         return make()
@@ -267,54 +269,20 @@ class _Wait(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         transfer: _Transfer[object] = ctx.transfer  # type: ignore[attr-defined]
-        transfer.begin(partial(transfer.send, *gradients))
-        return gradients[0].new_zeros(0), None, None
+        assert transfer.calls is not None, "only a group with transfers begins calls"
+        send, name = partial(transfer.send, *gradients), f"backward of {transfer.name}"
+        transfer.pending = transfer.calls.begin(send, name=name)
+        return None, None, gradients[0].new_zeros(0)
 
 
 def dispatch_rows(buffer: Buffer, call: DispatchCall) -> Dispatched:
-    """Dispatch in grad mode; rows and weights have no history before with_history().
+    """Dispatch in grad mode; rows and weights have no history before Sending.with_history().
 
     Collective: as Buffer.dispatch; not if a checkpointing policy has saved the result, which it
         does on all ranks or none.
     """
     with torch.no_grad():
         return _dispatch_watched(buffer, call)
-
-
-def begin_history(buffer: Buffer, calls: Calls, call: DispatchCall, name: str) -> Sent:
-    """Make the first Function of a dispatch that is begun, for with_history(). Local."""
-    x = _anchored(call.unquantized)
-    transfer = _Sent(buffer=buffer, calls=calls, name=f"backward of {name}", dtype=x.dtype)
-    return Sent(first=_Begin.apply(transfer, x, call.topk_weights), transfer=transfer)
-
-
-def with_history(
-    buffer: Buffer,
-    call: DispatchCall,
-    out: Dispatched,
-    *,
-    packs: bool = False,
-    calls: Calls | None = None,
-    sent: Sent | None = None,
-) -> tuple[WireTensor, Tensor]:
-    """Return the rows and slot weights of a dispatch, differentiable in the inputs of the call.
-
-    packs: return one row per slot, [C, H], so that backward sums the gradients of slots by group.
-    calls: the calls of the group; backward follows those begun before. None: none are begun.
-    sent: the first Function, if the dispatch was begun.
-
-    Collective: no, but backward is, on every rank if the inputs of any rank need gradients.
-    """
-    x = call.hidden_states
-    assert isinstance(x, Tensor), "quantised rows have no gradient, so their calls have no flags"
-    if sent is None:
-        transfer = _Sent(buffer=buffer, calls=calls, dtype=x.dtype)
-        make = partial(transfer.received, out, packs=packs)
-        rows, slot_weights = _Call.apply(transfer, make, _anchored(x), call.topk_weights)
-    else:
-        make = partial(sent.transfer.received, out, packs=packs)
-        rows, slot_weights = _Wait.apply(sent.first, sent.transfer, make)
-    return WireTensor(data=rows, format=WireFormat.of(x.dtype)), slot_weights
 
 
 def combine_rows(
@@ -330,14 +298,15 @@ def combine_rows(
         buffer: the buffer of the dispatch.
         rows: the expert results.
         gradient_dtype: dtype of the rows that backward sends.
-        calls: see with_history().
+        calls: the calls of the group; None: none are begun.
 
     Collective: yes, and so is its backward, on every rank if any rank needs it.
     """
-    combining, transfer = _combining(buffer, rows), _returned(buffer, calls, rows, gradient_dtype)
-    if transfer is None:
+    returning, combining = _returning(buffer, rows, gradient_dtype, calls), _combining(buffer, rows)
+    if returning is None:
         return combining()
-    return _Call.apply(transfer, combining, _results(rows), rows.slot_weights)
+    saves = rows.slot_weights is not None
+    return _Call.apply(returning, combining, saves, _results(rows), rows.slot_weights)
 
 
 def begin_combine(
@@ -353,18 +322,17 @@ def begin_combine(
 
     report, name: see Calls.begin().
     """
-    combining, transfer = _combining(buffer, rows), None
+    returning, combining = None, _combining(buffer, rows)
     if torch.is_grad_enabled():
-        transfer = _returned(buffer, calls, rows, gradient_dtype)
-    if transfer is None:
+        returning = _returning(buffer, rows, gradient_dtype, calls, name)
+    if returning is None:
         return calls.begin(combining, report, name=name)
     # Checkpointing ends a recomputation when the last tensor is saved, here at the latest, so the
     # call is begun after that.
-    first = _Begin.apply(transfer, _results(rows), rows.slot_weights)
-    transfer.name = name
-    transfer.begin(combining, report)
-    transfer.name = f"backward of {name}"
-    return Pending(partial(_Wait.apply, first, transfer, transfer.wait))
+    saves = rows.slot_weights is not None
+    first = _Begin.apply(returning, None, saves, _results(rows), rows.slot_weights)
+    pending = calls.begin(combining, report, name=name)
+    return Pending(partial(_Wait.apply, returning, pending.wait, first))
 
 
 def _combining(buffer: Buffer, rows: RowsCombineInput) -> Callable[[], Tensor]:
@@ -374,21 +342,21 @@ def _combining(buffer: Buffer, rows: RowsCombineInput) -> Callable[[], Tensor]:
     )
 
 
-def _returned(
-    buffer: Buffer, calls: Calls | None, rows: RowsCombineInput, gradient_dtype: torch.dtype
-) -> _Returned | None:
+def _returning(
+    buffer: Buffer,
+    rows: RowsCombineInput,
+    gradient_dtype: torch.dtype,
+    calls: Calls | None,
+    name: str = "",
+) -> _Returning | None:
     """Return the combine for the graph, or None if no rank and no tensor needs gradients."""
-    needed, weights = rows.handle.needs_backward, rows.slot_weights
-    if not (
-        needed
-        or rows.hidden_states.requires_grad
-        or (weights is not None and weights.requires_grad)
-    ):
+    needed, tensors = rows.handle.needs_backward, (rows.hidden_states, rows.slot_weights)
+    if not (needed or any(each is not None and each.requires_grad for each in tensors)):
         return None
-    return _Returned(
+    return _Returning(
         buffer=buffer,
         calls=calls,
-        saves=weights is not None,
+        name=name,
         exchange_plan=rows.handle.exchange_plan,
         rows_per=rows.rows_per,
         gradient_dtype=gradient_dtype,

@@ -16,13 +16,11 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import (
-    Sent,
+    Sending,
     begin_combine,
-    begin_history,
     combine_rows,
     dispatch_rows,
     is_watched,
-    with_history,
 )
 from epcomm.dispatchers.checks import (
     CallChecks,
@@ -205,40 +203,30 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         All ranks begin calls, and call `wait()`, in the same order. If a rank drops a call without
         `wait()`, the next call raises HandleError on every rank.
         """
-        if not (self.is_asynchronous or self.plan.caps.has_receive_hook):
+        begins = self.is_asynchronous
+        if not (begins or self.plan.caps.has_receive_hook):
             return Pending(
                 lambda: self.dispatch(hidden_states, topk, experts_need_grad=experts_need_grad)
             )
         self._check_group_open("dispatch")
         report = self._report_dispatch if self._buffer.counts_calls else None
 
-        def prepare() -> tuple[DispatchCall, Handle]:
-            return self._prepare(hidden_states, topk, experts_need_grad)
-
         def begin() -> Pending[DispatchT]:
-            call, handle = prepare()
-            return self._receiving(self._buffer.dispatch_async(call), call, handle)
+            call, handle = self._prepare(hidden_states, topk, experts_need_grad)
+            sending = None
+            if begins:
+                name = f"dispatch of {self._name}"
+                if call.flags != BatchFlags.NONE:
+                    sending = self._sending(call, name)
+                    sending.begin_history(call)
+                pending = self._calls.begin(partial(self._buffer.dispatch, call), report, name=name)
+            else:
+                pending = self._buffer.dispatch_async(call)
+            if call.error is not None and call.error.was_raised:
+                self._record(call, pending.wait(), handle)
+            return Pending(partial(self._receive, pending, call, handle, sending))
 
-        if not self.is_asynchronous:
-            return self._calls.announced(begin, report)
-        call, handle = self._calls.prepared(prepare, report)
-        sending, name = partial(self._buffer.dispatch, call), f"dispatch of {self._name}"
-        pending, sent = self._calls.begin(sending, report, name=name), None
-        if call.flags != BatchFlags.NONE:
-            sent = begin_history(self._buffer, self._calls, call, name)
-        return self._receiving(pending, call, handle, sent)
-
-    def _receiving(
-        self,
-        pending: Pending[Dispatched],
-        call: DispatchCall,
-        handle: Handle,
-        sent: Sent | None = None,
-    ) -> Pending[DispatchT]:
-        """Return the second half of a dispatch that has begun."""
-        if call.error is not None and call.error.was_raised:
-            self._record(call, pending.wait(), handle)
-        return Pending(partial(self._receive, pending, call, handle, sent))
+        return self._calls.announced(begin, report, settles=not begins)
 
     @ranged("dispatch_wait")
     def _receive(
@@ -246,9 +234,13 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         pending: Pending[Dispatched],
         call: DispatchCall,
         handle: Handle,
-        sent: Sent | None,
+        sending: Sending | None,
     ) -> DispatchT:
-        return self._record(call, pending.wait(), handle, sent)
+        return self._record(call, pending.wait(), handle, sending)
+
+    def _sending(self, call: DispatchCall, name: str = "") -> Sending:
+        dtype = call.unquantized.dtype
+        return Sending(buffer=self._buffer, calls=self._calls, name=name, dtype=dtype)
 
     def _prepare(
         self,
@@ -285,9 +277,11 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         return hidden_states, empty_topk(self._spec.top_k, device)
 
     def _record(
-        self, call: DispatchCall, out: Dispatched, handle: Handle, sent: Sent | None = None
+        self, call: DispatchCall, out: Dispatched, handle: Handle, sending: Sending | None = None
     ) -> DispatchT:
-        """Open the handle of a batch and return its record; for `sent` see with_history().
+        """Open the handle of a batch and return its record.
+
+        sending: the dispatch in the graph, if it was begun.
 
         Raises:
             EPError: the error of this rank's call, if a static buffer has not raised it. This rank
@@ -301,9 +295,8 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         rows, slot_weights, index = out.rows, out.slot_weights, out.index
         if out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
             packs = self._spec.sum_groups is not None
-            rows, slot_weights = with_history(
-                self._buffer, call, out, packs=packs, calls=self._calls, sent=sent
-            )
+            sending = sending or self._sending(call)
+            rows, slot_weights = sending.with_history(call, out, packs=packs)
             if packs:
                 index = replace(index, row_of_slot=None, slots_of_row=None)
         rows = _arranged(rows, self.plan.scale_layout)
@@ -368,17 +361,19 @@ class Dispatcher(Generic[DispatchT, CombineT]):
     @ranged("combine_begin", is_traced=False)
     def combine_async(self, combine_input: CombineT) -> Pending[Tensor]:
         """Begin a combine; `wait()` completes it. What each half does: see dispatch_async()."""
-        is_asynchronous = self.is_asynchronous
-        if not (is_asynchronous or self.plan.caps.has_receive_hook):
+        begins = self.is_asynchronous
+        if not (begins or self.plan.caps.has_receive_hook):
             return Pending(lambda: self.combine(combine_input))
         self._check_combine(combine_input)
         report = self._report_combine(combine_input.handle)
 
-        def prepare() -> RowsCombineInput:
-            return cast_results(_as_rows(combine_input), self._dtype)
-
         def begin() -> Pending[Tensor]:
-            rows = prepare()
+            rows = cast_results(_as_rows(combine_input), self._dtype)
+            if begins:
+                name, calls = f"combine of {self._name}", self._calls
+                return begin_combine(
+                    self._buffer, rows, self._dtype, calls=calls, report=report, name=name
+                )
             return self._buffer.combine_async(
                 rows.hidden_states,
                 rows.handle.exchange_plan,
@@ -386,18 +381,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
                 slot_weights=rows.slot_weights,
             )
 
-        if is_asynchronous:
-            rows = self._calls.prepared(prepare, report)
-            pending = begin_combine(
-                self._buffer,
-                rows,
-                self._dtype,
-                calls=self._calls,
-                report=report,
-                name=f"combine of {self._name}",
-            )
-        else:
-            pending = self._calls.announced(begin, report)
+        pending = self._calls.announced(begin, report, settles=not begins)
         combine_input.handle.spend("was combined before")
         return Pending(partial(self._receive_sums, pending, combine_input.handle))
 

@@ -295,7 +295,8 @@ class ExpertParallelExperts(nn.Module):
                 [T, K], float32. Other floating dtypes, also of x, are cast: docs/precision.md.
             decode: the phase, equal on all ranks; in mode auto True selects low latency. None: True
                 in decode_phase(), otherwise False.
-            meanwhile: local work, which runs while the tokens are sent; only if overlaps().
+            meanwhile: local work to do while the tokens are sent; it runs only where transfers are
+                asynchronous.
 
         Returns:
             [T, H], dtype of x.
@@ -325,16 +326,6 @@ class ExpertParallelExperts(nn.Module):
         out = self.path.run(x, topk, weights, decode=decode)
         self._counter.count(out.y.shape[0], out.num_rows, out.num_slots, out.num_tokens_per_expert)
         return out.y
-
-    def overlaps(self, *, decode: bool | None = None) -> bool:
-        """Return whether forward() sends tokens on a thread, so that `meanwhile` runs beside it.
-
-        Equal on all ranks. Local.
-        """
-        if self.group.world_size == 1 or not isinstance(self.path, PipelinePath):
-            return False
-        decode = self.is_decoding if decode is None else decode
-        return self.path.phases.any_of(decode=decode).is_asynchronous
 
     @untraced
     def refuse(self, problem: Exception, *, decode: bool | None = None) -> None:
@@ -524,23 +515,27 @@ class PipelinePath:
         if torch.is_grad_enabled():
             trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
         number = 1 if decode else self._config.chunks or 1
-        if meanwhile is not None or (number > 1 and dispatcher.is_asynchronous):
-            parts = chunks.split(x, topk, weights, number)
+        has_work = meanwhile is not None or (bool(trained) and weights.requires_grad)
+        if (number > 1 or has_work) and dispatcher.is_asynchronous:
+            plans: list[ExchangePlan] = []
 
-            def compute(part: int, out: DispatchOutput) -> CombineInput:
-                results = self._run_experts(out, parts[part].weights)
-                num_tokens, plan = out.handle.num_tokens, out.handle.exchange_plan
-                count_batch(counter, num_tokens, plan, is_new=part == 0)
-                return results
+            def compute(out: DispatchOutput, share: ExpertTensors) -> CombineInput:
+                plans.append(out.handle.exchange_plan)
+                return self._run_experts(out, share)
 
-            return chunks.run(
+            y = chunks.run(
                 dispatcher,
-                parts,
+                x,
+                topk,
+                weights,
                 compute,
+                number=number,
                 experts_need_grad=trained,
                 where=self._group.where,
                 meanwhile=meanwhile,
             )
+            count_batch(counter, y.shape[0], *plans)
+            return y
         out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
         try:
             results = self._run_experts(out, weights)
@@ -594,19 +589,19 @@ class PipelinePath:
         return self.phases.traffic()
 
 
-def count_batch(
-    counter: LayerCounter, num_tokens: int, exchange_plan: ExchangePlan, *, is_new: bool = True
-) -> None:
-    """Count a batch of T tokens from its exchange plan. Local. Host sync: none.
-
-    is_new: it is not a later chunk of a counted call.
-    """
-    index, num_rows = exchange_plan.index, exchange_plan.num_rows
-    if index.host_num_tokens_per_expert is not None:
-        num_slots = sum(index.host_num_tokens_per_expert)
-    else:
-        num_slots = num_rows if index.row_of_slot is None else index.row_of_slot.shape[0]
-    counter.count(num_tokens, num_rows, num_slots, index.num_tokens_per_expert, is_new=is_new)
+def count_batch(counter: LayerCounter, num_tokens: int, *plans: ExchangePlan) -> None:
+    """Count a batch of T tokens from the exchange plans of its chunks. Local. Host sync: none."""
+    num_rows, num_slots, counts = 0, 0, None
+    for each in plans:
+        index, num_rows = each.index, num_rows + each.num_rows
+        if index.host_num_tokens_per_expert is not None:
+            num_slots += sum(index.host_num_tokens_per_expert)
+        else:
+            num_slots += each.num_rows if index.row_of_slot is None else index.row_of_slot.shape[0]
+        per_expert = index.num_tokens_per_expert
+        counts = per_expert if counts is None else counts + per_expert
+    assert counts is not None, "a batch has at least one chunk"
+    counter.count(num_tokens, num_rows, num_slots, counts)
 
 
 # A dispatcher of either layout; the plan pairs it with a runner that reads its layout.

@@ -218,15 +218,15 @@ class ExpertParallelMoE(nn.Module):
         layout = self._layout
         logits, tokens, topk = self._prepare(x, input_ids, decode, topk_ids)
         shared: list[Tensor] = []
-        if self._overlaps(decode):
-            y = self.experts(
-                tokens,
-                topk,
-                decode=decode,
-                meanwhile=lambda: shared.append(self._shared_experts(x)),
-            )
-        else:
+        # Only what is outside the experts' call is compiled. An adapter may replace the experts.
+        is_whole = torch.compiler.is_compiling() or not isinstance(
+            self.experts, ExpertParallelExperts
+        )
+        if layout.shared_experts is None or is_whole:
             y = self.experts(tokens, topk, decode=decode)
+        else:
+            compute_shared = lambda: shared.append(self._shared_experts(x))  # noqa: E731
+            y = self.experts(tokens, topk, decode=decode, meanwhile=compute_shared)
         y = self._through(layout.latent_out, y)
         if layout.routed_scale != 1.0:
             y = y * layout.routed_scale
@@ -347,18 +347,6 @@ class ExpertParallelMoE(nn.Module):
         y = in_blocks(part, (x.reshape(-1, x.shape[-1]),), self._block_tokens)
         assert isinstance(y, Tensor), "only routers return more"
         return y.view(*x.shape[:-1], y.shape[-1])
-
-    def _overlaps(self, decode: bool | None) -> bool:
-        """Return whether the shared experts run while the tokens are sent.
-
-        They do not in a compiled layer, because only what is outside the experts' call is compiled.
-        """
-        if self._layout.shared_experts is None or torch.compiler.is_compiling():
-            return False
-        # An adapter may replace the experts.
-        return isinstance(self.experts, ExpertParallelExperts) and self.experts.overlaps(
-            decode=decode
-        )
 
     def _shared_experts(self, x: Tensor) -> Tensor:
         layout = self._layout

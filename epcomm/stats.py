@@ -86,25 +86,18 @@ class LayerCounter:
         self._expert_slots = torch.zeros(num_local_experts, dtype=torch.int64, device=device)
 
     def count(
-        self,
-        num_tokens: int,
-        num_rows: int,
-        num_slots: int,
-        num_tokens_per_expert: Tensor,
-        *,
-        is_new: bool = True,
+        self, num_tokens: int, num_rows: int, num_slots: int, num_tokens_per_expert: Tensor
     ) -> None:
         """Add a call. Local; no host sync; may be captured in a device graph.
 
         num_tokens: of this rank.   num_rows: received.
         num_slots: computed, where the host has the number, else those allocated.
         num_tokens_per_expert: [L], int32, on the device: the slots that this rank computed.
-        is_new: it is not a later part of a call that was added.
         """
         # Backward is running, so this call repeats one that was already counted.
         if torch._C._current_graph_task_id() != -1:
             return
-        self._num_calls += is_new
+        self._num_calls += 1
         self._num_tokens += num_tokens
         self._num_rows += num_rows
         self._num_slots += num_slots

@@ -133,7 +133,8 @@ class Calls:
 
         Collective: yes, the first time.   Host sync: yes.
         """
-        if self.transfers is None and self.waits and self.collectives.separate():
+        is_alone = self.world_size == 1
+        if self.transfers is None and not is_alone and self.collectives.separate():
             self.transfers = Transfers(self.names.where)
 
     def settle(self) -> None:

@@ -77,8 +77,7 @@ class TorchDistCollectives(Collectives):
     def separate(self) -> bool:
         if self.bounded is None:
             return False
-        # A single rank has no peers whose collectives could be in another order.
-        if self._group is self.process_group and self.world_size > 1:
+        if self._group is self.process_group:
             self._group = _connected(self, self._open_group(), range(self.world_size))
         return True
 

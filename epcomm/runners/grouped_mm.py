@@ -6,10 +6,13 @@ instead of H, and backward needs no copy of the unweighted result.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn.functional import grouped_mm
 
 from epcomm.ops.activation import activate
 from epcomm.ops.precision import cast_experts, compute_dtype
@@ -19,7 +22,7 @@ from epcomm.quantization import dequantize
 from epcomm.records import RowsDispatchOutput, SlotIndex
 from epcomm.runners.base import ExpertRunner, size_reasons, slot_weights_to_apply, weight_slots
 from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WireDtype
-from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
+from epcomm.weights.unquantized import ExpertTensors, ExpertWeights, LateGradient
 
 
 class GroupedMMRunner(ExpertRunner):
@@ -46,7 +49,9 @@ class GroupedMMRunner(ExpertRunner):
         slots = pack(rows, index)
         # Padding is computed with the expert before it: results of padding are never combined.
         ends = index.first_slot[1:]
-        hidden = torch.nn.functional.grouped_mm(slots, weights.gate_up_matrices(), offs=ends)
+        transposed = weights.format.is_transposed
+        late = weights.late.get("gate_up_proj")
+        hidden = product(slots, weights.gate_up_proj, ends, is_transposed=transposed, late=late)
         if weights.gate_up_bias is not None:
             hidden = hidden + bias_of_slots(weights.gate_up_bias, index, slots.shape[0])
         hidden = activate(hidden, weights.format)
@@ -56,11 +61,65 @@ class GroupedMMRunner(ExpertRunner):
                 # Weights of padding are undefined, and would enter the gradients of the experts.
                 scale = scale.masked_fill(index.row_of_slot < 0, 0)
             hidden = weight_slots(hidden, scale)
-        results = torch.nn.functional.grouped_mm(hidden, weights.down_matrices(), offs=ends)
+        late = weights.late.get("down_proj")
+        results = product(hidden, weights.down_proj, ends, is_transposed=transposed, late=late)
         if weights.down_bias is not None:
             bias = bias_of_slots(weights.down_bias, index, slots.shape[0])
             results = results + (bias if scale is None else weight_slots(bias, scale))
         return results
+
+
+class _LateProduct(torch.autograd.Function):
+    """A product whose backward leaves the gradient of the matrices for later."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        slots: Tensor,
+        matrices: Tensor,
+        ends: Tensor,
+        is_transposed: bool,
+        late: LateGradient,
+    ) -> Tensor:
+        ctx.save_for_backward(slots, matrices, ends)
+        ctx.is_transposed, ctx.late = is_transposed, late  # type: ignore[attr-defined]
+        return product(slots, matrices, ends, is_transposed=is_transposed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: FunctionCtx, grad: Tensor
+    ) -> tuple[Tensor | None, None, None, None, None]:
+        slots, matrices, ends = ctx.saved_tensors  # type: ignore[attr-defined]
+        is_transposed = ctx.is_transposed  # type: ignore[attr-defined]
+        left, right = (slots, grad) if is_transposed else (grad, slots)
+        ctx.late.compute = partial(grouped_mm, left.t(), right, offs=ends)  # type: ignore[attr-defined]
+        grad_slots = None
+        if ctx.needs_input_grad[0]:  # type: ignore[attr-defined]
+            grad_slots = product(grad, matrices, ends, is_transposed=not is_transposed)
+        return grad_slots, None, None, None, None
+
+
+def product(
+    slots: Tensor,
+    matrices: Tensor,
+    ends: Tensor,
+    *,
+    is_transposed: bool,
+    late: LateGradient | None = None,
+) -> Tensor:
+    """Multiply the slots of each expert by its matrix.
+
+    Args:
+        slots: [C, in].
+        matrices: [L, out, in], or if is_transposed [L, in, out].
+        ends: [L], the end of each expert's slots.
+        is_transposed: the layout of the matrices.
+        late: takes the gradient of the matrices; None: autograd computes it with that of the slots.
+    """
+    if late is not None:
+        return _LateProduct.apply(slots, matrices, ends, is_transposed, late)
+    return grouped_mm(slots, matrices if is_transposed else matrices.transpose(1, 2), offs=ends)
 
 
 def _dtype_of(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> torch.dtype:

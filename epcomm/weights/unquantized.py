@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -64,12 +64,31 @@ class ExpertFormat:
             )
 
 
+class LateGradient:
+    """The gradient of a tensor, which backward computes after the gradients of other tensors."""
+
+    def __init__(self) -> None:
+        """Start without a computation."""
+        self.compute: Callable[[], Tensor] | None = None
+
+    def take(self, gradient: Tensor | None) -> Tensor:
+        """Return `gradient`, or if backward has none, compute it."""
+        compute, self.compute = self.compute, None
+        if gradient is not None:
+            return gradient
+        assert compute is not None, "the runner leaves the gradient that it does not return"
+        return compute()
+
+
 class ExpertTensors(ABC):
     """The matrices of E experts, in any precision, as a frozen record.
 
     gate_up_proj, down_proj: the matrices, whose layout the subclasses describe.
     format: the layout of the matrices and the activation between them.
+    late: tensors whose gradient a runner need not return, but may leave, by name; not a field.
     """
+
+    late: ClassVar[Mapping[str, LateGradient]] = {}
 
     gate_up_proj: Tensor
     down_proj: Tensor
@@ -118,10 +137,12 @@ class ExpertTensors(ABC):
         """Return whether any tensor needs gradients."""
         return any(tensor.requires_grad for tensor in self.tensors().values())
 
-    def exchanged(self, tensors: Mapping[str, Tensor]) -> Self:
+    def exchanged(
+        self, tensors: Mapping[str, Tensor], *, late: Mapping[str, LateGradient] | None = None
+    ) -> Self:
         """Return these experts with other tensors of the same form, without checks."""
         other = copy(self)
-        vars(other).update(tensors)
+        vars(other).update(tensors, late=late or {})
         return other
 
 

@@ -218,11 +218,8 @@ class ExpertParallelMoE(nn.Module):
         layout = self._layout
         logits, tokens, topk = self._prepare(x, input_ids, decode, topk_ids)
         shared: list[Tensor] = []
-        # Only what is outside the experts' call is compiled. An adapter may replace the experts.
-        is_whole = torch.compiler.is_compiling() or not isinstance(
-            self.experts, ExpertParallelExperts
-        )
-        if layout.shared_experts is None or is_whole:
+        # Only what is outside the experts' call is compiled.
+        if layout.shared_experts is None or torch.compiler.is_compiling():
             y = self.experts(tokens, topk, decode=decode)
         else:
             compute_shared = lambda: shared.append(self._shared_experts(x))  # noqa: E731

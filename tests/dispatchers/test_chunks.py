@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from epcomm import EPConfig, EPError, EPGroup, ExpertParallelExperts, TopKOutput
+from epcomm.dispatchers.dispatcher import Dispatcher
 from epcomm.experts import PipelinePath
 from epcomm.testing.data import BatchSpec, holed_ids, make_batch, make_weights
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
+from epcomm.weights.unquantized import LateGradient
 from tests.cases.recorder import Recorder
 
 NUM_RANKS, NUM_CHUNKS = 2, 4
@@ -114,6 +116,40 @@ def test_chunks_are_sent_while_others_are_computed(monkeypatch: pytest.MonkeyPat
         calls = {"dispatch": NUM_CHUNKS, "combine": 2 * NUM_CHUNKS, "cached_dispatch": NUM_CHUNKS}
         assert recorder.ended == calls
         assert recorder.on_caller == 0
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_experts_are_computed_while_those_of_rows_are_returned(
+    dtype: torch.dtype, is_transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace(SPEC, dtype=dtype, tokens_of_rank=lambda rank, size: 5)
+    with EPGroup() as group:
+        weights = make_weights(spec, group.world_size)
+        if is_transposed:
+            matrices = {n: each.mT.contiguous() for n, each in weights.tensors().items()}
+            expert_format = replace(weights.format, is_transposed=True)
+            weights = replace(weights, format=expert_format, **matrices)
+        layer = ExpertParallelExperts(weights, group, CONFIG, top_k=spec.top_k)
+        with monkeypatch.context() as patch:
+            patch.setattr(Dispatcher, "is_asynchronous", False)
+            expected = results_of(layer, spec)
+        recorder, take, taken = Recorder(monkeypatch), LateGradient.take, []
+
+        def take_late(late: LateGradient, gradient: Tensor | None) -> Tensor:
+            """Compute a gradient after the rows of backward have been returned."""
+            taken.append(gradient)
+            recorder.compute_until("combine", 2)
+            return take(late, gradient)
+
+        monkeypatch.setattr(LateGradient, "take", take_late)
+        found = results_of(layer, spec)
+        # Backward did not compute these gradients with those of the rows.
+        assert taken == [None, None]
+        assert recorder.on_caller == 0
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -517,21 +517,14 @@ class PipelinePath:
         number = 1 if decode else self._config.chunks or 1
         has_work = meanwhile is not None or (bool(trained) and weights.requires_grad)
         if (number > 1 or has_work) and dispatcher.is_asynchronous:
-            plans: list[ExchangePlan] = []
-
-            def compute(out: DispatchOutput, share: ExpertTensors) -> CombineInput:
-                plans.append(out.handle.exchange_plan)
-                return self._run_experts(out, share)
-
-            y = chunks.run(
+            y, plans = chunks.run(
                 dispatcher,
                 x,
                 topk,
                 weights,
-                compute,
+                self._run_experts,
                 number=number,
                 experts_need_grad=trained,
-                where=self._group.where,
                 meanwhile=meanwhile,
             )
             count_batch(counter, y.shape[0], *plans)
@@ -540,10 +533,7 @@ class PipelinePath:
         try:
             results = self._run_experts(out, weights)
         except Exception as problem:
-            # refuse() of ExpertParallelExperts reports the error in the same manner.
-            with suppress(EPError, RuntimeError):
-                error = unready_error(problem, self._group.where, function="combine")
-                dispatcher.refuse_combine(error, out.handle.exchange_plan)
+            dispatcher.refuse_results(problem, out.handle)
             raise
         y = dispatcher.combine(results)
         # Use the rows of y, because x is unchecked if a static buffer has recorded a fault.

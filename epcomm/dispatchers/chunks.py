@@ -16,8 +16,7 @@ the same calls, and the group stays usable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from epcomm.dispatchers.checks import NeedGrad, unready_error
+from epcomm.dispatchers.checks import NeedGrad
 from epcomm.dispatchers.dispatcher import Dispatcher
-from epcomm.errors import EPError
-from epcomm.records import CombineInput, DispatchOutput, TopKOutput
+from epcomm.records import CombineInput, DispatchOutput, ExchangePlan, TopKOutput
 from epcomm.weights.unquantized import ExpertTensors, LateGradient
 
 
@@ -41,10 +39,9 @@ def run(
     *,
     number: int,
     experts_need_grad: NeedGrad,
-    where: str,
     meanwhile: Callable[[], object] | None = None,
-) -> Tensor:
-    """Dispatch, compute and combine the chunks; return y [T, H].
+) -> tuple[Tensor, list[ExchangePlan]]:
+    """Dispatch, compute and combine the chunks; return y [T, H] and their exchange plans.
 
     Args:
         dispatcher: is_asynchronous.
@@ -53,30 +50,34 @@ def run(
         compute: computes the experts of a chunk.
         number: the number of chunks, equal on all ranks.
         experts_need_grad: see Dispatcher.dispatch().
-        where: this rank for messages.
         meanwhile: local work to do while the first chunk is sent.
 
     Collective: yes.   Raises: as dispatch and combine, on every rank; and what compute() raises.
     """
-    totals = _totals(weights, number)
+    tensors = weights.tensors() if torch.is_grad_enabled() else {}
+    late = {name: LateGradient(number) for name, each in tensors.items() if each.requires_grad}
+    plans: list[ExchangePlan] = []
 
     def steps(
         x: Tensor, topk: TopKOutput, beside: Callable[[], object] | None
     ) -> Iterator[Tensor | None]:
         """Compute one chunk, in three steps; the last returns y."""
         dispatching = dispatcher.dispatch_async(x, topk, experts_need_grad=experts_need_grad)
-        share = _share(weights, totals)
+        share, problem = _share(weights, late), None
         yield None
-        problem = _problem_in(beside)
+        try:
+            if beside is not None:
+                beside()
+        except Exception as error:  # noqa: BLE001
+            problem = error
         out = dispatching.wait()
+        plans.append(out.handle.exchange_plan)
         try:
             if problem is not None:
                 raise problem
             results = compute(out, share)
-        except Exception as problem:
-            with suppress(EPError, RuntimeError):
-                error = unready_error(problem, where, function="combine")
-                dispatcher.refuse_combine(error, out.handle.exchange_plan)
+        except Exception as error:
+            dispatcher.refuse_results(error, out.handle)
             raise
         combining = dispatcher.combine_async(results)
         yield None
@@ -97,7 +98,7 @@ def run(
                 ys += [] if y is None else [y]
     if problem is not None:
         raise problem
-    return ys[0] if number == 1 else torch.cat(ys)
+    return ys[0] if number == 1 else torch.cat(ys), plans
 
 
 def _split(x: Tensor, topk: TopKOutput, number: int) -> list[tuple[Tensor, TopKOutput]]:
@@ -115,37 +116,6 @@ def _split(x: Tensor, topk: TopKOutput, number: int) -> list[tuple[Tensor, TopKO
     return [(chunk.pop("x"), replace(topk, **chunk)) for chunk in chunks]
 
 
-def _problem_in(work: Callable[[], object] | None) -> Exception | None:
-    """Do the work and return its exception, or None."""
-    try:
-        if work is not None:
-            work()
-    except Exception as problem:  # noqa: BLE001
-        return problem
-    return None
-
-
-class _Total:
-    """The sum of the gradients that the chunks of one call give to a tensor."""
-
-    def __init__(self, number: int) -> None:
-        """Start a sum of `number` gradients."""
-        self._number, self._num_added = number, 0
-        self._sum: Tensor | None = None
-
-    def add(self, gradient: Tensor) -> Tensor | None:
-        """Add a gradient in float32 or wider; return the sum after the last one, else None."""
-        if self._number == 1:
-            return gradient
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        self._sum = gradient.to(wide) if self._sum is None else self._sum + gradient
-        self._num_added += 1
-        if self._num_added < self._number:
-            return None
-        total, self._sum, self._num_added = self._sum, None, 0
-        return total.to(gradient.dtype)
-
-
 class _Share(torch.autograd.Function):
     """A tensor of the experts as one chunk uses it.
 
@@ -154,30 +124,19 @@ class _Share(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor, total: _Total, late: LateGradient) -> Tensor:
-        ctx.total, ctx.late = total, late  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, tensor: Tensor, late: LateGradient) -> Tensor:
+        ctx.late = late  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
-        ctx: FunctionCtx, gradient: Tensor | None
-    ) -> tuple[Tensor | None, None, None]:
-        gradient = ctx.late.take(gradient)  # type: ignore[attr-defined]
-        return ctx.total.add(gradient), None, None  # type: ignore[attr-defined]
+    def backward(ctx: FunctionCtx, gradient: Tensor | None) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return ctx.late.add(gradient), None  # type: ignore[attr-defined]
 
 
-def _totals(weights: ExpertTensors, number: int) -> dict[str, _Total]:
-    tensors = weights.tensors() if torch.is_grad_enabled() else {}
-    return {name: _Total(number) for name, each in tensors.items() if each.requires_grad}
-
-
-def _share(weights: ExpertTensors, totals: dict[str, _Total]) -> ExpertTensors:
+def _share(weights: ExpertTensors, late: Mapping[str, LateGradient]) -> ExpertTensors:
     """Return the experts as one chunk uses them."""
-    if not totals:
-        return weights
-    late = {name: LateGradient() for name in totals}
     tensors = weights.tensors()
-    shares = {name: _Share.apply(tensors[name], totals[name], late[name]) for name in totals}
-    return weights.exchanged(shares, late=late)
+    shares = {name: _Share.apply(tensors[name], each) for name, each in late.items()}
+    return weights.exchanged(shares, late=late) if late else weights

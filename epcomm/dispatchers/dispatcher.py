@@ -426,14 +426,19 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         """Report a failure before the header of a dispatch."""
         self.refuse(unready_error(problem, self._where))
 
-    def _report_combine(self, handle: Handle) -> Callable[[Exception], None] | None:
-        """Return the function that reports a failure before combine's header, if it has one."""
+    def refuse_results(self, problem: Exception, handle: Handle) -> None:
+        """Report a failure before the rows of a combine, in place of it.
 
-        def report(problem: Exception) -> None:
+        Collective: yes, in place of combine().
+        """
+        # A device that has failed may be unable to send the report too.
+        with suppress(EPError, RuntimeError):
             error = unready_error(problem, self._where, function="combine")
             self.refuse_combine(error, handle.exchange_plan)
 
-        return report if self._buffer.counts_calls else None
+    def _report_combine(self, handle: Handle) -> Callable[[Exception], None] | None:
+        """Return the function that reports a failure before combine's header, if it has one."""
+        return partial(self.refuse_results, handle=handle) if self._buffer.counts_calls else None
 
     def _check_combine(self, combine_input: CombineT) -> None:
         """Report an invalid call to all ranks and raise its error."""

@@ -49,9 +49,8 @@ class GroupedMMRunner(ExpertRunner):
         slots = pack(rows, index)
         # Padding is computed with the expert before it: results of padding are never combined.
         ends = index.first_slot[1:]
-        transposed = weights.format.is_transposed
-        late = weights.late.get("gate_up_proj")
-        hidden = product(slots, weights.gate_up_proj, ends, is_transposed=transposed, late=late)
+        late = weights.late
+        hidden = _product(slots, weights.gate_up_matrices(), ends, late.get("gate_up_proj"))
         if weights.gate_up_bias is not None:
             hidden = hidden + bias_of_slots(weights.gate_up_bias, index, slots.shape[0])
         hidden = activate(hidden, weights.format)
@@ -61,8 +60,7 @@ class GroupedMMRunner(ExpertRunner):
                 # Weights of padding are undefined, and would enter the gradients of the experts.
                 scale = scale.masked_fill(index.row_of_slot < 0, 0)
             hidden = weight_slots(hidden, scale)
-        late = weights.late.get("down_proj")
-        results = product(hidden, weights.down_proj, ends, is_transposed=transposed, late=late)
+        results = _product(hidden, weights.down_matrices(), ends, late.get("down_proj"))
         if weights.down_bias is not None:
             bias = bias_of_slots(weights.down_bias, index, slots.shape[0])
             results = results + (bias if scale is None else weight_slots(bias, scale))
@@ -74,52 +72,32 @@ class _LateProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        slots: Tensor,
-        matrices: Tensor,
-        ends: Tensor,
-        is_transposed: bool,
-        late: LateGradient,
+        ctx: FunctionCtx, slots: Tensor, matrices: Tensor, ends: Tensor, late: LateGradient
     ) -> Tensor:
         ctx.save_for_backward(slots, matrices, ends)
-        ctx.is_transposed, ctx.late = is_transposed, late  # type: ignore[attr-defined]
-        return product(slots, matrices, ends, is_transposed=is_transposed)
+        ctx.late = late  # type: ignore[attr-defined]
+        return grouped_mm(slots, matrices, offs=ends)
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
-        ctx: FunctionCtx, grad: Tensor
-    ) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
         slots, matrices, ends = ctx.saved_tensors  # type: ignore[attr-defined]
-        is_transposed = ctx.is_transposed  # type: ignore[attr-defined]
-        left, right = (slots, grad) if is_transposed else (grad, slots)
-        ctx.late.compute = partial(grouped_mm, left.t(), right, offs=ends)  # type: ignore[attr-defined]
-        grad_slots = None
-        if ctx.needs_input_grad[0]:  # type: ignore[attr-defined]
-            grad_slots = product(grad, matrices, ends, is_transposed=not is_transposed)
-        return grad_slots, None, None, None, None
+        ctx.late.parts.append(partial(_gradient_of, matrices, slots, grad, ends))  # type: ignore[attr-defined]
+        needed = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
+        return grouped_mm(grad, matrices.mT, offs=ends) if needed else None, None, None, None
 
 
-def product(
-    slots: Tensor,
-    matrices: Tensor,
-    ends: Tensor,
-    *,
-    is_transposed: bool,
-    late: LateGradient | None = None,
-) -> Tensor:
-    """Multiply the slots of each expert by its matrix.
+def _gradient_of(matrices: Tensor, slots: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient of the parameter, of which `matrices` is this view or its transpose."""
+    left, right = (slots, grad) if matrices.stride(2) == 1 else (grad, slots)
+    return grouped_mm(left.t(), right, offs=ends)
 
-    Args:
-        slots: [C, in].
-        matrices: [L, out, in], or if is_transposed [L, in, out].
-        ends: [L], the end of each expert's slots.
-        is_transposed: the layout of the matrices.
-        late: takes the gradient of the matrices; None: autograd computes it with that of the slots.
-    """
-    if late is not None:
-        return _LateProduct.apply(slots, matrices, ends, is_transposed, late)
-    return grouped_mm(slots, matrices if is_transposed else matrices.transpose(1, 2), offs=ends)
+
+def _product(slots: Tensor, matrices: Tensor, ends: Tensor, late: LateGradient | None) -> Tensor:
+    """Multiply the slots [C, in] of each expert by its matrix, [L, in, out]."""
+    if late is None:
+        return grouped_mm(slots, matrices, offs=ends)
+    return _LateProduct.apply(slots, matrices, ends, late)
 
 
 def _dtype_of(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> torch.dtype:

@@ -65,19 +65,32 @@ class ExpertFormat:
 
 
 class LateGradient:
-    """The gradient of a tensor, which backward computes after the gradients of other tensors."""
+    """The gradient of a tensor as the sum of its parts, which backward may compute late.
 
-    def __init__(self) -> None:
-        """Start without a computation."""
-        self.compute: Callable[[], Tensor] | None = None
+    parts: computations of parts that runners have left.
+    """
 
-    def take(self, gradient: Tensor | None) -> Tensor:
-        """Return `gradient`, or if backward has none, compute it."""
-        compute, self.compute = self.compute, None
-        if gradient is not None:
-            return gradient
-        assert compute is not None, "the runner leaves the gradient that it does not return"
-        return compute()
+    def __init__(self, number: int) -> None:
+        """Start a sum of `number` parts."""
+        self.parts: list[Callable[[], Tensor]] = []
+        self._number, self._num_added = number, 0
+        self._sum: Tensor | None = None
+
+    def add(self, part: Tensor | None) -> Tensor | None:
+        """Add a part, or compute one that was left; return the sum after the last, else None.
+
+        The sum is rounded once: it is in float32 or wider.
+        """
+        part = self.parts.pop(0)() if part is None else part
+        if self._number == 1:
+            return part
+        wide = torch.promote_types(part.dtype, torch.float32)
+        self._sum = part.to(wide) if self._sum is None else self._sum + part
+        self._num_added += 1
+        if self._num_added < self._number:
+            return None
+        total, self._sum, self._num_added = self._sum, None, 0
+        return total.to(part.dtype)
 
 
 class ExpertTensors(ABC):
@@ -85,7 +98,7 @@ class ExpertTensors(ABC):
 
     gate_up_proj, down_proj: the matrices, whose layout the subclasses describe.
     format: the layout of the matrices and the activation between them.
-    late: tensors whose gradient a runner need not return, but may leave, by name; not a field.
+    late: the gradients that a runner may leave instead of returning them; not a field.
     """
 
     late: ClassVar[Mapping[str, LateGradient]] = {}

@@ -135,15 +135,15 @@ def test_gradients_of_experts_are_computed_while_those_of_rows_are_returned(
         with monkeypatch.context() as patch:
             patch.setattr(Dispatcher, "is_asynchronous", False)
             expected = results_of(layer, spec)
-        recorder, take, taken = Recorder(monkeypatch), LateGradient.take, []
+        recorder, add, taken = Recorder(monkeypatch), LateGradient.add, []
 
-        def take_late(late: LateGradient, gradient: Tensor | None) -> Tensor:
+        def add_late(late: LateGradient, gradient: Tensor | None) -> Tensor | None:
             """Compute a gradient after the rows of backward have been returned."""
             taken.append(gradient)
             recorder.compute_until("combine", 2)
-            return take(late, gradient)
+            return add(late, gradient)
 
-        monkeypatch.setattr(LateGradient, "take", take_late)
+        monkeypatch.setattr(LateGradient, "add", add_late)
         found = results_of(layer, spec)
         # Backward did not compute these gradients with those of the rows.
         assert taken == [None, None]

@@ -515,8 +515,9 @@ class PipelinePath:
         if torch.is_grad_enabled():
             trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
         number = 1 if decode else self._config.chunks or 1
-        has_work = meanwhile is not None or (bool(trained) and weights.requires_grad)
-        if (number > 1 or has_work) and dispatcher.is_asynchronous:
+        if dispatcher.is_asynchronous and (
+            number > 1 or meanwhile is not None or (trained and weights.requires_grad)
+        ):
             y, plans = chunks.run(
                 dispatcher,
                 x,

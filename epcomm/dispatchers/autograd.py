@@ -350,8 +350,9 @@ def _returning(
     name: str = "",
 ) -> _Returning | None:
     """Return the combine for the graph, or None if no rank and no tensor needs gradients."""
-    needed, tensors = rows.handle.needs_backward, (rows.hidden_states, rows.slot_weights)
-    if not (needed or any(each is not None and each.requires_grad for each in tensors)):
+    needed, weights = rows.handle.needs_backward, rows.slot_weights
+    weights_need = weights is not None and weights.requires_grad
+    if not (needed or weights_need or rows.hidden_states.requires_grad):
         return None
     return _Returning(
         buffer=buffer,

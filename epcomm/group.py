@@ -256,8 +256,9 @@ class EPGroup:
                 backend.close()
         if self._owns_collectives:
             self.collectives.close()
-        if transfers is not None and not after_error:
-            transfers.check_waited()
+        error = None if transfers is None else transfers.take_unfinished(is_last=True)
+        if error is not None and not after_error:
+            raise error
 
     def __enter__(self) -> EPGroup:
         return self

@@ -144,10 +144,7 @@ class Calls:
 
     def take_unfinished(self) -> HandleError | None:
         """Return the error of a call that was begun and never waited for, once, or None. Local."""
-        if self.transfers is None or self.transfers.unfinished is None:
-            return None
-        error, self.transfers.unfinished = self.transfers.unfinished, None
-        return error
+        return None if self.transfers is None else self.transfers.take_unfinished()
 
     def begin(
         self, call: Callable[[], T], report: Report | None = None, *, name: str

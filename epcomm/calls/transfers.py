@@ -35,8 +35,6 @@ class Transfers:
     """The begun calls of one rank in a group.
 
     last: the last call that was begun, until it has been waited for; or None.
-    unfinished: the error of a call whose Pending was dropped without wait(), until the next call
-        reports it to all ranks; or None.
     """
 
     def __init__(self, where: str) -> None:
@@ -51,7 +49,8 @@ class Transfers:
         # The names of calls that were begun and not waited for, by number.
         self._begun: dict[int, str] = {}
         self._numbers = itertools.count(1)
-        self.unfinished: HandleError | None = None
+        # The error of a call whose Pending was dropped, until the next call reports it.
+        self._unfinished: HandleError | None = None
 
     def begin(self, call: Callable[[], T], name: str) -> Pending[T]:
         """Run `call` on the thread, after the calls begun before; wait() returns its result.
@@ -85,13 +84,15 @@ class Transfers:
         """End the thread after its current call. Local, idempotent."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def check_waited(self) -> None:
-        """Raise HandleError if a call was begun and never waited for. Local."""
-        for number in tuple(self._begun):
+    def take_unfinished(self, *, is_last: bool = False) -> HandleError | None:
+        """Return the error of a call that was begun and never waited for, once, or None. Local.
+
+        is_last: no call will be waited for after this.
+        """
+        for number in tuple(self._begun) if is_last else ():
             self._drop(number)
-        error, self.unfinished = self.unfinished, None
-        if error is not None:
-            raise error
+        error, self._unfinished = self._unfinished, None
+        return error
 
     def _take(self, future: Future[T], number: int) -> T:
         self._begun.pop(number, None)
@@ -104,13 +105,13 @@ class Transfers:
 
     def _drop(self, number: int) -> None:
         name = self._begun.pop(number, None)
-        if name is None or self.unfinished is not None:
+        if name is None or self._unfinished is not None:
             return
-        self.unfinished = HandleError(
+        self._unfinished = HandleError(
             f"{name}: the call was begun as number {number} and never waited for "
             f"({self._where}); call wait() of every Pending"
         )
-        self.unfinished.fault_word = int(FaultCode.UNFINISHED)
+        self._unfinished.fault_word = int(FaultCode.UNFINISHED)
 
     def _run(self, call: Callable[[], T], is_inference: bool) -> T:
         self._thread = get_ident()

@@ -222,8 +222,8 @@ class Dispatcher(Generic[DispatchT, CombineT]):
                 pending = self._calls.begin(partial(self._buffer.dispatch, call), report, name=name)
             else:
                 pending = self._buffer.dispatch_async(call)
-            if call.error is not None and call.error.was_raised:
-                self._record(call, pending.wait(), handle)
+                if call.error is not None and call.error.was_raised:
+                    self._record(call, pending.wait(), handle)
             return Pending(partial(self._receive, pending, call, handle, sending))
 
         return self._calls.announced(begin, report, settles=not begins)

@@ -27,6 +27,7 @@ from epcomm.dispatchers.dispatcher import (
 from epcomm.errors import ConfigError, EPError, PickleRefused, ShapeError
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
+from epcomm.micro_batches import Steps, interleave
 from epcomm.ops.precision import check_cast
 from epcomm.placement.expert_placement import ExpertPlacement
 from epcomm.placement.moving import MoveMemory, stage_experts
@@ -328,6 +329,36 @@ class ExpertParallelExperts(nn.Module):
         return out.y
 
     @untraced
+    def steps(
+        self,
+        x: Tensor,
+        topk: TopKOutput,
+        *,
+        decode: bool | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Steps[Tensor]:
+        """Compute forward(), and yield while tokens are sent and returned: see interleave().
+
+        It yields where dispatch_async() begins a call, see docs/graphs.md. It does not divide the
+        tokens into EPConfig.chunks. Hooks of this module, such as FSDP's, do not run.
+
+        Args, Returns, Collective, Host sync, Raises: as forward().
+        """
+        decode = self.is_decoding if decode is None else decode
+        path = self.path
+        if not isinstance(path, PipelinePath) or not path.begins(decode=decode):
+            return self.forward(x, topk, decode=decode)
+        try:
+            weights = self.weights
+        except Exception as problem:
+            self.refuse(problem, decode=decode)
+            raise
+        if self._replicas is not None:
+            topk = self._replicas.choose(topk)
+        call = path.steps(x, topk, weights, self._counter, decode=decode, meanwhile=meanwhile)
+        return (yield from call)
+
+    @untraced
     def refuse(self, problem: Exception, *, decode: bool | None = None) -> None:
         """Report a failure of this rank to the ranks that are calling this layer.
 
@@ -500,25 +531,12 @@ class PipelinePath:
         meanwhile: Callable[[], object] | None = None,
     ) -> Tensor:
         """Dispatch, compute, combine and count one batch; see ExpertParallelExperts.forward."""
-        dtype, planned = weights.dtype, self._spec.dtype
-        if dtype is not planned and dtype.itemsize > planned.itemsize and self._may_widen:
-            self._widen(weights)
-        try:
-            dispatcher = self.phases.of_phase(decode=decode)
-        except ConfigError as error:
-            self.phases.any_of(decode=decode).refuse(error)
-        tensors = weights.tensors()
-        misplaced = self._find_misplaced(tensors)
-        if misplaced is not None:
-            dispatcher.refuse(misplaced)
-        trained: NeedGrad = False
-        if torch.is_grad_enabled():
-            trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
+        dispatcher, trained = self._enter(weights, decode=decode)
         number = 1 if decode else self._config.chunks or 1
         if dispatcher.is_asynchronous and (
             number > 1 or meanwhile is not None or (trained and weights.requires_grad)
         ):
-            y, plans = chunks.run(
+            call = chunks.run(
                 dispatcher,
                 x,
                 topk,
@@ -528,6 +546,7 @@ class PipelinePath:
                 experts_need_grad=trained,
                 meanwhile=meanwhile,
             )
+            y, plans = interleave(call)[0]
             count_batch(counter, y.shape[0], *plans)
             return y
         out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
@@ -540,6 +559,62 @@ class PipelinePath:
         # Use the rows of y, because x is unchecked if a static buffer has recorded a fault.
         count_batch(counter, y.shape[0], out.handle.exchange_plan)
         return y
+
+    def steps(
+        self,
+        x: Tensor,
+        topk: TopKOutput,
+        weights: ExpertTensors,
+        counter: LayerCounter,
+        *,
+        decode: bool,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Steps[Tensor]:
+        """Run one batch, and yield while it is sent and returned; only if begins()."""
+        dispatcher, trained = self._enter(weights, decode=decode)
+        y, plans = yield from chunks.run(
+            dispatcher,
+            x,
+            topk,
+            weights,
+            self._run_experts,
+            number=1,
+            experts_need_grad=trained,
+            meanwhile=meanwhile,
+        )
+        count_batch(counter, y.shape[0], *plans)
+        return y
+
+    def begins(self, *, decode: bool) -> bool:
+        """Return whether dispatch_async() begins a call, on a thread or for a receive hook."""
+        dispatcher = self.phases.any_of(decode=decode)
+        return dispatcher.is_asynchronous or dispatcher.plan.caps.has_receive_hook
+
+    def _enter(self, weights: ExpertTensors, *, decode: bool) -> tuple[AnyDispatcher, NeedGrad]:
+        """Return the dispatcher of a call, and which experts need gradients.
+
+        Collective: only if it makes a new plan, or if it reports an error.
+        """
+        dtype, planned = weights.dtype, self._spec.dtype
+        if dtype is not planned and dtype.itemsize > planned.itemsize and self._may_widen:
+            self._widen(weights)
+        try:
+            dispatcher = self.phases.of_phase(decode=decode)
+        except ConfigError as error:
+            self.phases.any_of(decode=decode).refuse(error)
+        tensors = weights.tensors()
+        device = self._group.device
+        for name, tensor in tensors.items():
+            if tensor.device != device:
+                misplaced = ShapeError(
+                    f"ExpertParallelExperts: {name} is on {tensor.device}, expected {device} "
+                    f"({self._group.where}); load the experts, or call .to({str(device)!r})"
+                )
+                dispatcher.refuse(misplaced)
+        trained: NeedGrad = False
+        if torch.is_grad_enabled():
+            trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
+        return dispatcher, trained
 
     @ranged("experts")
     def _run_experts(self, out: DispatchOutput, weights: ExpertTensors) -> CombineInput:
@@ -559,17 +634,6 @@ class PipelinePath:
         self.runner = runner_class(chosen.runner)(int8_profile=chosen.prefill.int8_profile)
         # Set last, so that after an error above the next call plans again.
         self._spec, self.chosen = spec, chosen
-
-    def _find_misplaced(self, tensors: Mapping[str, Tensor]) -> ShapeError | None:
-        """Return the error of experts on another device than the group, such as meta, or None."""
-        for name, tensor in tensors.items():
-            if tensor.device != self._group.device:
-                return ShapeError(
-                    f"ExpertParallelExperts: {name} is on {tensor.device}, expected "
-                    f"{self._group.device} ({self._group.where}); load the experts, or call "
-                    f".to({str(self._group.device)!r})"
-                )
-        return None
 
     def check(self) -> None:
         """Raise the faults recorded on the device; see Dispatcher.check. Local. Host sync: yes."""

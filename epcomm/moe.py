@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from epcomm.config import EPConfig, Router
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
+from epcomm.micro_batches import Steps
 from epcomm.ops.token_blocks import in_blocks
 from epcomm.placement.recorder import load_table, loads_of_ranks
 from epcomm.platforms.tracing import ranged
@@ -215,15 +217,44 @@ class ExpertParallelMoE(nn.Module):
                 that names it, see docs/failures.md.
         Further it raises what ExpertParallelExperts.forward raises.
         """
-        layout = self._layout
         logits, tokens, topk = self._prepare(x, input_ids, decode, topk_ids)
         shared: list[Tensor] = []
         # Only what is outside the experts' call is compiled.
-        if layout.shared_experts is None or torch.compiler.is_compiling():
+        if self._layout.shared_experts is None or torch.compiler.is_compiling():
             y = self.experts(tokens, topk, decode=decode)
         else:
             compute_shared = lambda: shared.append(self._shared_experts(x))  # noqa: E731
             y = self.experts(tokens, topk, decode=decode, meanwhile=compute_shared)
+        return self._joined(y, shared, x, logits, topk)
+
+    def steps(
+        self,
+        x: Tensor,
+        input_ids: Tensor | None = None,
+        *,
+        decode: bool | None = None,
+        topk_ids: Tensor | None = None,
+    ) -> Steps[Any]:
+        """Compute forward(), and yield while tokens are sent and returned: see interleave().
+
+        Hooks of this module do not run. Args, Returns, Collective, Host sync, Raises: as forward().
+        """
+        # An adapter may replace the experts.
+        if not isinstance(self.experts, ExpertParallelExperts):
+            return self(x, input_ids, decode=decode, topk_ids=topk_ids)
+        logits, tokens, topk = self._prepare(x, input_ids, decode, topk_ids)
+        shared: list[Tensor] = []
+        meanwhile = None
+        if self._layout.shared_experts is not None:
+            meanwhile = lambda: shared.append(self._shared_experts(x))  # noqa: E731
+        y = yield from self.experts.steps(tokens, topk, decode=decode, meanwhile=meanwhile)
+        return self._joined(y, shared, x, logits, topk)
+
+    def _joined(
+        self, y: Tensor, shared: list[Tensor], x: Tensor, logits: Tensor, topk: TopKOutput
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the result of the block; shared: that of shared experts, if it was computed."""
+        layout = self._layout
         y = self._through(layout.latent_out, y)
         if layout.routed_scale != 1.0:
             y = y * layout.routed_scale

@@ -26,6 +26,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from epcomm.dispatchers.checks import NeedGrad
 from epcomm.dispatchers.dispatcher import Dispatcher
+from epcomm.micro_batches import Steps
 from epcomm.records import CombineInput, DispatchOutput, ExchangePlan, TopKOutput
 from epcomm.weights.unquantized import ExpertTensors, LateGradient
 
@@ -40,11 +41,13 @@ def run(
     number: int,
     experts_need_grad: NeedGrad,
     meanwhile: Callable[[], object] | None = None,
-) -> tuple[Tensor, list[ExchangePlan]]:
+) -> Steps[tuple[Tensor, list[ExchangePlan]]]:
     """Dispatch, compute and combine the chunks; return y [T, H] and their exchange plans.
 
+    It yields `number` + 1 times, while calls that it has begun are sent.
+
     Args:
-        dispatcher: is_asynchronous.
+        dispatcher: begins calls.
         x, topk: the tokens, as for dispatch.
         weights: the experts.
         compute: computes the experts of a chunk.
@@ -89,6 +92,8 @@ def run(
     ]
     ys, problem = [], None
     for last in range(number + 2):
+        if last > 0:
+            yield
         for chunk in reversed(chunks[max(0, last - 2) : last + 1]):
             try:
                 y = next(chunk, None)

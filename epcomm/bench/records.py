@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from epcomm.bench.bounds import Bound
 from epcomm.bench.contenders.base import SentBytes
+from epcomm.bench.exposure import Event, Exposure
 from epcomm.bench.timing import Percentiles
 from epcomm.config import EPConfig, Mode
 
@@ -72,6 +73,7 @@ class Report:
     results: of dispatch and combine, or of whole layers.
     rates, bounds: of whole layers: see bounds.py.   wrong: what was not timed for that.
     absent: contenders that cannot run here, with reasons.   advice: the best choice at each T.
+    exposures, events: of layers that were traced, in us since the epoch.
     """
 
     configuration: Mapping[str, str | int]
@@ -84,6 +86,8 @@ class Report:
     wrong: list[Wrong] = field(default_factory=list)
     absent: list[MissingContender] = field(default_factory=list)
     advice: str = ""
+    exposures: list[Exposure] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
     @property
     def is_of_layers(self) -> bool:

@@ -20,6 +20,7 @@ from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.integrations.telemetry import Metric, as_prometheus_text, metrics
 from epcomm.layers import decode_phase
+from epcomm.micro_batches import interleave
 from epcomm.moe import ExpertParallelMoE
 from epcomm.placement.balance import balance
 from epcomm.placement.expert_placement import ExpertPlacement
@@ -88,6 +89,7 @@ __all__ = [
     "balance",
     "decode_phase",
     "idle_step",
+    "interleave",
     "metrics",
     "plan",
     "route",

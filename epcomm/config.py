@@ -106,6 +106,9 @@ class EPConfig:
     block_tokens: ExpertParallelMoE computes its router, shared experts and other parts on blocks of
         this many tokens, so that the bits of a token do not depend on the batch; other layers do
         not read it. None: on all tokens at once, which such a layer refuses with sum_groups.
+    chunks: the number of parts in which a layer sends and computes its tokens, except in decode, so
+        that one part is sent while another is computed: on CPU ranks over gloo; other layers do not
+        read it. None: one part.
     record_load: ExpertParallelMoE, and layers of a model that transformers loads, count the tokens
         that chose each expert, for LoadRecorder; no other layer reads it.
     """
@@ -130,6 +133,7 @@ class EPConfig:
     deterministic: bool = False
     sum_groups: int | None = None
     block_tokens: int | None = None
+    chunks: int | None = None
     record_load: bool = False
 
     def __post_init__(self) -> None:
@@ -288,6 +292,7 @@ _OPTIONAL_SIZES = (
     "batches_in_flight",
     "sum_groups",
     "block_tokens",
+    "chunks",
 )
 _PARSERS = {**dict.fromkeys(_OPTIONAL_SIZES, int), "redundant_experts": int, "timeout_s": float}
 _SWITCHES = ("check_calls", "deterministic", "record_load", "replicated")

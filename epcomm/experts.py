@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
+from epcomm.dispatchers import chunks
 from epcomm.dispatchers.checks import NeedGrad, unready_error
 from epcomm.dispatchers.dispatcher import (
     DeepEPLowLatencyDispatcher,
@@ -26,6 +27,7 @@ from epcomm.dispatchers.dispatcher import (
 from epcomm.errors import ConfigError, EPError, PickleRefused, ShapeError
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
+from epcomm.micro_batches import Steps, interleave
 from epcomm.ops.precision import check_cast
 from epcomm.placement.expert_placement import ExpertPlacement
 from epcomm.placement.moving import MoveMemory, stage_experts
@@ -278,7 +280,14 @@ class ExpertParallelExperts(nn.Module):
         return None if self._replicas is None else self._replicas.logical_of_physical
 
     @untraced
-    def forward(self, x: Tensor, topk: TopKOutput, *, decode: bool | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        topk: TopKOutput,
+        *,
+        decode: bool | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Tensor:
         """Compute the routed experts of this rank's tokens.
 
         Args:
@@ -287,6 +296,8 @@ class ExpertParallelExperts(nn.Module):
                 [T, K], float32. Other floating dtypes, also of x, are cast: docs/precision.md.
             decode: the phase, equal on all ranks; in mode auto True selects low latency. None: True
                 in decode_phase(), otherwise False.
+            meanwhile: local work to do while the tokens are sent; it runs only where transfers are
+                asynchronous.
 
         Returns:
             [T, H], dtype of x.
@@ -310,10 +321,42 @@ class ExpertParallelExperts(nn.Module):
         if self._replicas is not None:
             topk = self._replicas.choose(topk)
         if isinstance(self.path, PipelinePath):
-            return self.path.run(x, topk, weights, self._counter, decode=decode)
+            return self.path.run(
+                x, topk, weights, self._counter, decode=decode, meanwhile=meanwhile
+            )
         out = self.path.run(x, topk, weights, decode=decode)
         self._counter.count(out.y.shape[0], out.num_rows, out.num_slots, out.num_tokens_per_expert)
         return out.y
+
+    @untraced
+    def steps(
+        self,
+        x: Tensor,
+        topk: TopKOutput,
+        *,
+        decode: bool | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Steps[Tensor]:
+        """Compute forward(), and yield while tokens are sent and returned: see interleave().
+
+        It yields where dispatch_async() begins a call, see docs/graphs.md. It does not divide the
+        tokens into EPConfig.chunks. Hooks of this module, such as FSDP's, do not run.
+
+        Args, Returns, Collective, Host sync, Raises: as forward().
+        """
+        decode = self.is_decoding if decode is None else decode
+        path = self.path
+        if not isinstance(path, PipelinePath) or not path.begins(decode=decode):
+            return self.forward(x, topk, decode=decode)
+        try:
+            weights = self.weights
+        except Exception as problem:
+            self.refuse(problem, decode=decode)
+            raise
+        if self._replicas is not None:
+            topk = self._replicas.choose(topk)
+        call = path.steps(x, topk, weights, self._counter, decode=decode, meanwhile=meanwhile)
+        return (yield from call)
 
     @untraced
     def refuse(self, problem: Exception, *, decode: bool | None = None) -> None:
@@ -485,8 +528,73 @@ class PipelinePath:
         counter: LayerCounter,
         *,
         decode: bool,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Tensor:
         """Dispatch, compute, combine and count one batch; see ExpertParallelExperts.forward."""
+        dispatcher, trained = self._enter(weights, decode=decode)
+        number = 1 if decode else self._config.chunks or 1
+        if dispatcher.is_asynchronous and (
+            number > 1 or meanwhile is not None or (trained and weights.requires_grad)
+        ):
+            call = chunks.run(
+                dispatcher,
+                x,
+                topk,
+                weights,
+                self._run_experts,
+                number=number,
+                experts_need_grad=trained,
+                meanwhile=meanwhile,
+            )
+            y, plans = interleave(call)[0]
+            count_batch(counter, y.shape[0], *plans)
+            return y
+        out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
+        try:
+            results = self._run_experts(out, weights)
+        except Exception as problem:
+            dispatcher.refuse_results(problem, out.handle)
+            raise
+        y = dispatcher.combine(results)
+        # Use the rows of y, because x is unchecked if a static buffer has recorded a fault.
+        count_batch(counter, y.shape[0], out.handle.exchange_plan)
+        return y
+
+    def steps(
+        self,
+        x: Tensor,
+        topk: TopKOutput,
+        weights: ExpertTensors,
+        counter: LayerCounter,
+        *,
+        decode: bool,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Steps[Tensor]:
+        """Run one batch, and yield while it is sent and returned; only if begins()."""
+        dispatcher, trained = self._enter(weights, decode=decode)
+        y, plans = yield from chunks.run(
+            dispatcher,
+            x,
+            topk,
+            weights,
+            self._run_experts,
+            number=1,
+            experts_need_grad=trained,
+            meanwhile=meanwhile,
+        )
+        count_batch(counter, y.shape[0], *plans)
+        return y
+
+    def begins(self, *, decode: bool) -> bool:
+        """Return whether dispatch_async() begins a call, on a thread or for a receive hook."""
+        dispatcher = self.phases.any_of(decode=decode)
+        return dispatcher.is_asynchronous or dispatcher.plan.caps.has_receive_hook
+
+    def _enter(self, weights: ExpertTensors, *, decode: bool) -> tuple[AnyDispatcher, NeedGrad]:
+        """Return the dispatcher of a call, and which experts need gradients.
+
+        Collective: only if it makes a new plan, or if it reports an error.
+        """
         dtype, planned = weights.dtype, self._spec.dtype
         if dtype is not planned and dtype.itemsize > planned.itemsize and self._may_widen:
             self._widen(weights)
@@ -495,25 +603,18 @@ class PipelinePath:
         except ConfigError as error:
             self.phases.any_of(decode=decode).refuse(error)
         tensors = weights.tensors()
-        misplaced = self._find_misplaced(tensors)
-        if misplaced is not None:
-            dispatcher.refuse(misplaced)
+        device = self._group.device
+        for name, tensor in tensors.items():
+            if tensor.device != device:
+                misplaced = ShapeError(
+                    f"ExpertParallelExperts: {name} is on {tensor.device}, expected {device} "
+                    f"({self._group.where}); load the experts, or call .to({str(device)!r})"
+                )
+                dispatcher.refuse(misplaced)
         trained: NeedGrad = False
         if torch.is_grad_enabled():
             trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
-        out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
-        try:
-            results = self._run_experts(out, weights)
-        except Exception as problem:
-            # refuse() of ExpertParallelExperts reports the error in the same manner.
-            with suppress(EPError, RuntimeError):
-                error = unready_error(problem, self._group.where, function="combine")
-                dispatcher.refuse_combine(error, out.handle.exchange_plan)
-            raise
-        y = dispatcher.combine(results)
-        # Use the rows of y, because x is unchecked if a static buffer has recorded a fault.
-        count_batch(counter, y.shape[0], out.handle.exchange_plan)
-        return y
+        return dispatcher, trained
 
     @ranged("experts")
     def _run_experts(self, out: DispatchOutput, weights: ExpertTensors) -> CombineInput:
@@ -534,17 +635,6 @@ class PipelinePath:
         # Set last, so that after an error above the next call plans again.
         self._spec, self.chosen = spec, chosen
 
-    def _find_misplaced(self, tensors: Mapping[str, Tensor]) -> ShapeError | None:
-        """Return the error of experts on another device than the group, such as meta, or None."""
-        for name, tensor in tensors.items():
-            if tensor.device != self._group.device:
-                return ShapeError(
-                    f"ExpertParallelExperts: {name} is on {tensor.device}, expected "
-                    f"{self._group.device} ({self._group.where}); load the experts, or call "
-                    f".to({str(self._group.device)!r})"
-                )
-        return None
-
     def check(self) -> None:
         """Raise the faults recorded on the device; see Dispatcher.check. Local. Host sync: yes."""
         self.phases.check()
@@ -554,14 +644,19 @@ class PipelinePath:
         return self.phases.traffic()
 
 
-def count_batch(counter: LayerCounter, num_tokens: int, exchange_plan: ExchangePlan) -> None:
-    """Count a batch of T tokens from its exchange plan. Local. Host sync: none."""
-    index, num_rows = exchange_plan.index, exchange_plan.num_rows
-    if index.host_num_tokens_per_expert is not None:
-        num_slots = sum(index.host_num_tokens_per_expert)
-    else:
-        num_slots = num_rows if index.row_of_slot is None else index.row_of_slot.shape[0]
-    counter.count(num_tokens, num_rows, num_slots, index.num_tokens_per_expert)
+def count_batch(counter: LayerCounter, num_tokens: int, *plans: ExchangePlan) -> None:
+    """Count a batch of T tokens from the exchange plans of its chunks. Local. Host sync: none."""
+    num_rows, num_slots, counts = 0, 0, None
+    for each in plans:
+        index, num_rows = each.index, num_rows + each.num_rows
+        if index.host_num_tokens_per_expert is not None:
+            num_slots += sum(index.host_num_tokens_per_expert)
+        else:
+            num_slots += each.num_rows if index.row_of_slot is None else index.row_of_slot.shape[0]
+        per_expert = index.num_tokens_per_expert
+        counts = per_expert if counts is None else counts + per_expert
+    assert counts is not None, "a batch has at least one chunk"
+    counter.count(num_tokens, num_rows, num_slots, counts)
 
 
 # A dispatcher of either layout; the plan pairs it with a runner that reads its layout.

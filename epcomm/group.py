@@ -226,6 +226,7 @@ class EPGroup:
             )
         found = self._backends.get(key)
         if found is None:
+            self.calls.open_transfers()
             found = kind(self.calls, spec)
             found.prepare()
             self._backends[key] = found
@@ -240,8 +241,13 @@ class EPGroup:
                 allocated.
 
         Local, except for the buffers of deep_ep and nvlink, whose release is collective.
+        Raises:
+            HandleError: a call was begun and never waited for; everything is closed.
         """
         self.is_closed = True
+        transfers = self.calls.transfers
+        if transfers is not None and not after_error:
+            transfers.settle()
         while self._backends:
             _, backend = self._backends.popitem()
             if after_error:
@@ -250,6 +256,9 @@ class EPGroup:
                 backend.close()
         if self._owns_collectives:
             self.collectives.close()
+        error = None if transfers is None else transfers.take_unfinished(is_last=True)
+        if error is not None and not after_error:
+            raise error
 
     def __enter__(self) -> EPGroup:
         return self

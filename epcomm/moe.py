@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from epcomm.config import EPConfig, Router
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
+from epcomm.micro_batches import Steps
 from epcomm.ops.token_blocks import in_blocks
 from epcomm.placement.recorder import load_table, loads_of_ranks
 from epcomm.platforms.tracing import ranged
@@ -202,6 +204,9 @@ class ExpertParallelMoE(nn.Module):
             The shape and dtype of x; for blocks that return their router's scores, these follow:
             topk_weights [T, K], best expert first.
 
+        Shared experts run while tokens, and in backward their gradients, are sent: on CPU ranks
+        over gloo, except in a compiled layer.
+
         Collective: yes, forward and backward, on every rank also when it has no token.
         Host sync: see explain().
         Raises:
@@ -212,12 +217,52 @@ class ExpertParallelMoE(nn.Module):
                 that names it, see docs/failures.md.
         Further it raises what ExpertParallelExperts.forward raises.
         """
-        layout = self._layout
         logits, tokens, topk = self._prepare(x, input_ids, decode, topk_ids)
-        y = self._through(layout.latent_out, self.experts(tokens, topk, decode=decode))
+        shared: list[Tensor] = []
+        # Only what is outside the experts' call is compiled.
+        if self._layout.shared_experts is None or torch.compiler.is_compiling():
+            y = self.experts(tokens, topk, decode=decode)
+        else:
+            compute_shared = lambda: shared.append(self._shared_experts(x))  # noqa: E731
+            y = self.experts(tokens, topk, decode=decode, meanwhile=compute_shared)
+        return self._joined(y, shared, x, logits, topk)
+
+    def steps(
+        self,
+        x: Tensor,
+        input_ids: Tensor | None = None,
+        *,
+        decode: bool | None = None,
+        topk_ids: Tensor | None = None,
+    ) -> Steps[Any]:
+        """Compute forward(), and yield while tokens are sent and returned: see interleave().
+
+        Hooks of this module do not run. Args, Returns, Collective, Host sync, Raises: as forward().
+        """
+        # An adapter may replace the experts.
+        if not isinstance(self.experts, ExpertParallelExperts):
+            return self(x, input_ids, decode=decode, topk_ids=topk_ids)
+        logits, tokens, topk = self._prepare(x, input_ids, decode, topk_ids)
+        shared: list[Tensor] = []
+        meanwhile = None
+        if self._layout.shared_experts is not None:
+            meanwhile = lambda: shared.append(self._shared_experts(x))  # noqa: E731
+        y = yield from self.experts.steps(tokens, topk, decode=decode, meanwhile=meanwhile)
+        return self._joined(y, shared, x, logits, topk)
+
+    def _joined(
+        self, y: Tensor, shared: list[Tensor], x: Tensor, logits: Tensor, topk: TopKOutput
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the result of the block; shared: that of shared experts, if it was computed."""
+        layout = self._layout
+        y = self._through(layout.latent_out, y)
         if layout.routed_scale != 1.0:
             y = y * layout.routed_scale
-        y = self._through(layout.output_norm, self._add_shared_experts(y.view(x.shape), x))
+        y = y.view(x.shape)
+        if layout.shared_experts is not None:
+            y = y + (shared[0] if shared else self._shared_experts(x))
+            y = y / 2 if layout.averages_shared_experts else y
+        y = self._through(layout.output_norm, y)
         return (y, topk.topk_weights.to(logits.dtype)) if layout.returns_scores else y
 
     def _prepare(
@@ -331,10 +376,9 @@ class ExpertParallelMoE(nn.Module):
         assert isinstance(y, Tensor), "only routers return more"
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def _add_shared_experts(self, y: Tensor, x: Tensor) -> Tensor:
+    def _shared_experts(self, x: Tensor) -> Tensor:
         layout = self._layout
-        if layout.shared_experts is None:
-            return y
+        assert layout.shared_experts is not None, "the caller has checked it"
         shared_experts = self.get_submodule(layout.shared_experts)
 
         def compute(x: Tensor) -> Tensor:
@@ -344,8 +388,7 @@ class ExpertParallelMoE(nn.Module):
             # In the block, because torch computes the last elements of a tensor in another way.
             return torch.sigmoid(self.get_submodule(layout.shared_experts_gate)(x)) * shared
 
-        shared = self._in_blocks(compute, x)
-        return (y + shared) / 2 if layout.averages_shared_experts else y + shared
+        return self._in_blocks(compute, x)
 
 
 def _check_blocks(experts: ExpertParallelExperts) -> int | None:

@@ -29,6 +29,7 @@ class FaultCode(IntEnum):
     FROZEN = 11
     UNREADY = 12
     CALLS = 13
+    UNFINISHED = 14
 
     @classmethod
     def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:

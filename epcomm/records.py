@@ -175,6 +175,10 @@ class Handle:
         if self._spent is None:
             self._spent = reason
 
+    def reopen(self) -> None:
+        """Permit another combine after one that was begun and refused: it has sent no rows."""
+        self._spent = None
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowsCombineInput:

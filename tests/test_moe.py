@@ -6,15 +6,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from epcomm import BackendUnavailable, ConfigError, EPConfig, EPGroup, EPStats, ExpertParallelMoE
+from epcomm import (
+    BackendUnavailable,
+    ConfigError,
+    EPConfig,
+    EPError,
+    EPGroup,
+    EPStats,
+    ExpertParallelMoE,
+)
 from epcomm.blocks import BlockLayout
 from epcomm.buffers.traffic import BufferTraffic
+from epcomm.dispatchers.dispatcher import Dispatcher
 from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.stats import gather_expert_slots
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from fakes.ascend import limits, registry
 from tests.cases.blocks import BLOCKS, HIDDEN, NUM_EXPERTS, qwen3_moe
+from tests.cases.recorder import Recorder
 from tests.routing.calls import expect_gating_calls
 
 # Only routed experts; tests/integrations has all kinds of block.
@@ -255,3 +265,71 @@ def test_runner_that_cannot_compute_the_experts_is_refused_by_name(group: EPGrou
         ExpertParallelMoE.from_transformers(block, group, EPConfig(runner="grouped_mm"))
     with pytest.raises(ConfigError, match="runner is 'fastest', expected auto or one of"):
         ExpertParallelMoE.from_transformers(block, group, EPConfig(runner="fastest"))
+
+
+@pytest.mark.parametrize("backend", ["collective", "shared_memory"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
+def test_shared_experts_run_while_rows_are_sent(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(monkeypatch)
+    with EPGroup() as group:
+        config = EPConfig(backend=backend, mode="normal", max_tokens_per_rank=64)
+        moe = ExpertParallelMoE.from_transformers(BLOCKS[name](), group, config)
+        shared = moe.get_submodule(str(moe._layout.shared_experts))
+
+        def results() -> list[Tensor]:
+            """Return y and all gradients."""
+            moe.zero_grad()
+            x = tokens(group.rank, group.device)
+            y = moe(x)
+            assert isinstance(y, Tensor)
+            (y * y).sum().backward()
+            given = [x.grad, *(each.grad for each in moe.parameters())]
+            return [y.detach(), *(each.clone() for each in given if each is not None)]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Dispatcher, "is_asynchronous", False)
+            expected = results()
+        found = results()
+        assert len(found) == len(expected) > 3
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+        with torch.no_grad():
+            assert torch.equal(moe(tokens(group.rank, group.device)), expected[0])
+
+        recorder.ended.clear()
+        recorder.on_caller = 0
+        hooks = [
+            shared.register_forward_hook(lambda *_: recorder.compute_until("dispatch", 1)),
+            # The first combine is that of forward, the second returns the gradients of rows.
+            shared.register_full_backward_hook(lambda *_: recorder.compute_until("combine", 2)),
+        ]
+        results()
+        for hook in hooks:
+            hook.remove()
+        assert recorder.on_caller == 0
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_failure_of_shared_experts_is_reported_to_the_ranks_that_combine() -> None:
+    with EPGroup() as group:
+        moe = ExpertParallelMoE.from_transformers(BLOCKS["qwen2_moe"](), group)
+        x = tokens(group.rank, group.device)
+        y = moe(x)
+        if group.rank == 1:
+
+            def fail(*_: object) -> None:
+                raise OSError("no memory")
+
+            hook = moe.get_submodule("shared_expert").register_forward_hook(fail)
+            with pytest.raises(OSError, match="no memory"):
+                moe(x)
+            hook.remove()
+        else:
+            with pytest.raises(EPError, match="on rank 1"):
+                moe(x)
+        again = moe(x)
+        assert isinstance(y, Tensor)
+        assert isinstance(again, Tensor)
+        assert torch.equal(again, y)

@@ -7,7 +7,7 @@ float64 without the others: the first tokens of each rank are checked so before 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from epcomm.bench.bounds import bound_layer
 from epcomm.bench.contenders.all_gather import AllGather
+from epcomm.bench.exposure import IN_TURN, OVERLAPPED, SHARED, Exposure, trace
 from epcomm.bench.options import FP8, BenchOptions, dtype_of
 from epcomm.bench.ranks import faults_of_all
 from epcomm.bench.records import Report, Timing, Wrong
@@ -28,6 +30,7 @@ from epcomm.errors import BackendUnavailable, ConfigError, EPError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.ops.slots import aligned_counts, count_experts
+from epcomm.platforms.tracing import ranged
 from epcomm.quantization import dequantize, quantize
 from epcomm.records import RowsDispatchOutput
 from epcomm.registry import runner_class
@@ -49,6 +52,8 @@ _CODE_ERROR = 2**-5.5
 _OTHER_RUNNER = "deep_gemm"
 # These read counts on the host, so they cannot be captured.
 _HOST_RUNNERS = frozenset({"reference", "quantized_reference"})
+# The parts of a traced call that overlaps them.
+_CHUNKS = 4
 # A budget has a quarter more slots than the batch needs, because an engine does not know the need.
 _SPARE = 1.25
 
@@ -60,6 +65,7 @@ class Layer:
     timing: without times.
     dispatch, products, combine: the parts; products take what dispatch returned, and combine takes
         what both returned, results first.   whole: all three in one call.
+    experts: the layer of epcomm; None for torch.
     """
 
     timing: Timing
@@ -67,11 +73,18 @@ class Layer:
     dispatch: Callable[[], Any]
     products: Callable[[Any], Any]
     combine: Callable[[Any, Any], Tensor]
-    whole: Callable[[], Tensor]
+    whole: Callable[..., Tensor]
+    experts: ExpertParallelExperts | None = None
     check: Callable[[], None] = lambda: None
 
-    def timed(self, device: torch.device, *, in_graph: bool) -> Timed:
-        """Return a function that times the layer and its parts. Collective: yes."""
+    def timed(
+        self,
+        device: torch.device,
+        *,
+        in_graph: bool,
+        others: Mapping[str, Callable[[], object]] | None = None,
+    ) -> Timed:
+        """Return a function that times the layer, its parts and other calls. Collective: yes."""
         # What the parts have returned.
         left: dict[str, Any] = {}
 
@@ -84,7 +97,7 @@ class Layer:
         def combine() -> None:
             self.combine(left["results"], left["rows"])
 
-        parts = {"dispatch": dispatch, "products": products, "combine": combine}
+        parts = {"dispatch": dispatch, "products": products, "combine": combine, **(others or {})}
         return time_parts({**parts, "layer": self.whole}, "layer", device, in_graph=in_graph)
 
 
@@ -109,12 +122,9 @@ class _Case:
         self.report.bounds.append(bound_layer(self.weights, experts, ids, group, self.report.rates))
         # Each layer that is right, eager or replayed from a graph.
         ways: list[tuple[Layer, bool]] = []
-        for layer in self.open_layers(experts):
-            if faults := faults_of_all(self.find_fault(layer, expected)):
-                name = f"layer in {layer.timing.mode or 'torch'} on {name_of(layer.timing)}"
-                self.report.wrong.append(Wrong(name=name, tokens=layer.timing.tokens, fault=faults))
-            else:
-                ways += [(layer, in_graph) for in_graph in _ways_of(layer, group.device)]
+        right = [each for each in self.open_layers(experts) if self._is_right(each, expected)]
+        for layer in right:
+            ways += [(layer, in_graph) for in_graph in _ways_of(layer, group.device)]
         calls = {
             str(number): layer.timed(group.device, in_graph=in_graph)
             for number, (layer, in_graph) in enumerate(ways)
@@ -123,6 +133,43 @@ class _Case:
         for (layer, in_graph), spans in zip(ways, us.values(), strict=True):
             layer.check()
             self.report.results.append(replace(layer.timing, in_graph=in_graph, us=spans))
+        if self.options.trace:
+            for layer in right:
+                self._expose(layer, experts, expected)
+
+    def _is_right(self, layer: Layer, expected: Tensor) -> bool:
+        """Return whether a layer is right on all ranks; report what is wrong. Collective: yes."""
+        faults = faults_of_all(self.find_fault(layer, expected))
+        if faults:
+            name = f"layer in {layer.timing.mode or 'torch'} on {name_of(layer.timing)}"
+            self.report.wrong.append(Wrong(name=name, tokens=layer.timing.tokens, fault=faults))
+        return not faults
+
+    def _expose(self, layer: Layer, experts: ExpertTensors, expected: Tensor) -> None:
+        """Measure and trace what a layer of epcomm exposes of its exchange. Collective: yes."""
+        if layer.experts is None:
+            return
+        config = replace(layer.experts.config, chunks=self.options.chunks or _CHUNKS)
+        chunked = self._open(config, experts)
+        if not chunked or not self._is_right(chunked[0], expected):
+            return
+        shared = self._shared_expert()
+
+        def overlapped() -> Tensor:
+            kept: list[Tensor] = []
+            y = chunked[0].whole(meanwhile=lambda: kept.append(shared()))
+            return y + kept[0]
+
+        calls: dict[str, Callable[[], object]] = {IN_TURN: lambda: layer.whole() + shared()}
+        if layer.experts.phases.prefill.is_asynchronous:
+            calls[OVERLAPPED] = overlapped
+        others, device = {**calls, SHARED: shared}, self.group.device
+        timed = layer.timed(device, in_graph=False, others=others)
+        name = f"T = {layer.timing.tokens}, {layer.timing.mode} on {name_of(layer.timing)}"
+        us = time_all({name: timed}, device, self.options)
+        self.report.exposures.append(Exposure.of(name, us[name]))
+        named = {f"{call}, {name}": make for call, make in calls.items()}
+        self.report.events.extend(trace(named, self.group))
 
     def open_layers(self, experts: ExpertTensors) -> list[Layer]:
         """Open layers of epcomm, and one over torch's collectives for each of their runners."""
@@ -166,6 +213,7 @@ class _Case:
             products=lambda rows: layer.runner.run(rows, layer.weights),
             combine=lambda results, rows: dispatcher.combine(results),
             whole=partial(layer, self.batch.x, self.batch.topk),
+            experts=layer,
             check=layer.check,
         )
         return [made]
@@ -212,7 +260,24 @@ class _Case:
             {name: torch.cat([each.tensors()[name] for each in made]) for name in made[0].tensors()}
         )
 
+    def _shared_expert(self) -> Callable[[], Tensor]:
+        """Return an expert of the same size in the dtype of the tokens, which it gets all of."""
+        x, expert = self.batch.x, self._unquantized(self.options.experts)
+        gate_up, down = expert.gate_up_proj[0].T, expert.down_proj[0].T
+
+        @ranged(SHARED)
+        def compute() -> Tensor:
+            gate, up = (x @ gate_up).chunk(2, dim=1)
+            return (silu(gate) * up) @ down
+
+        return compute
+
     def _expert(self, expert: int) -> ExpertTensors:
+        """Make one expert, [1, ...], in the format of the weights."""
+        plain = self._unquantized(expert)
+        return Fp8BlockWeights.from_unquantized(plain) if self.weights == FP8 else plain
+
+    def _unquantized(self, expert: int) -> ExpertWeights:
         """Make one expert, [1, ...], which is equal on any rank."""
         options, device = self.options, self.group.device
         assert options.intermediate is not None, "a whole layer was asked for"
@@ -225,8 +290,7 @@ class _Case:
             return (values / columns**0.5).to(dtype_of(options.dtype))
 
         gate_up, down = matrix(2 * inner, hidden), matrix(hidden, inner)
-        plain = ExpertWeights(gate_up_proj=gate_up, down_proj=down)
-        return Fp8BlockWeights.from_unquantized(plain) if self.weights == FP8 else plain
+        return ExpertWeights(gate_up_proj=gate_up, down_proj=down)
 
     def expected(self) -> Tensor:
         """Compute y of the first tokens in float64, [at most _CHECKED_TOKENS, H]."""

@@ -48,6 +48,8 @@ class BenchOptions:
     shape: the name of the shape from which sizes come, for the report.
     iterations, warm_up: timed and untimed calls of each contender at each T.
     seed: of tokens, routing and experts.   command: by which the run was started.
+    trace: the file for the trace of whole layers; empty: they are not traced.
+    chunks: the parts in which a traced layer computes its tokens, to overlap them.
     """
 
     tokens: tuple[int, ...]
@@ -65,11 +67,14 @@ class BenchOptions:
     warm_up: int = 5
     seed: int = 0
     command: str = ""
+    trace: str = ""
+    chunks: int | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens:
             raise ConfigError("epcomm bench: --tokens is empty, expected such as 1,128,1024")
-        for name in ("tokens", "hidden", "experts", "top_k", "intermediate", "iterations"):
+        sizes = ("tokens", "hidden", "experts", "top_k", "intermediate", "iterations", "chunks")
+        for name in sizes:
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(number is None or is_size(number) for number in numbers):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from epcomm.bench.bounds import Bound
+from epcomm.bench.exposure import Event, Exposure
 from epcomm.bench.timing import Percentiles
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
@@ -70,6 +71,7 @@ class Report:
     results: of dispatch and combine, or of whole layers.
     rates, bounds: of whole layers: see bounds.py.   wrong: what was not timed for that.
     absent: contenders that cannot run here, with reasons.   advice: the best choice at each T.
+    exposures, events: of layers that were traced, in us since the epoch.
     """
 
     configuration: Mapping[str, str | int]
@@ -82,6 +84,8 @@ class Report:
     wrong: list[Wrong] = field(default_factory=list)
     absent: list[MissingContender] = field(default_factory=list)
     advice: str = ""
+    exposures: list[Exposure] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
     @property
     def is_of_layers(self) -> bool:

@@ -24,6 +24,8 @@ TITLES = {
 def as_json(report: Report) -> str:
     """Return the report as one JSON object, indented; EPConfig.measurements reads it."""
     values = {"benchmark": BENCHMARK, **asdict(report)}
+    # They are written to the trace.
+    del values["events"]
     values["results"] = [_as_record(each) for each in report.results]
     return json.dumps(values, indent=2) + "\n"
 

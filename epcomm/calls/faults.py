@@ -50,12 +50,13 @@ _FAULT_TEXT = {
     FaultCode.FROZEN: "an expert parameter that others train is frozen",
     FaultCode.UNREADY: "an error while tokens were routed or prepared for dispatch",
     FaultCode.CALLS: "a call that differs from that of another rank",
+    FaultCode.UNFINISHED: "a call that was begun and never waited for",
 }
 # The error class if all faults have these codes; otherwise all ranks raise ShapeError.
 _ERRORS = (
     (CapacityError, {FaultCode.CAPACITY, FaultCode.OVERFLOW}),
     (ConfigError, {FaultCode.GRAD_MODE, FaultCode.NO_GRADIENTS, FaultCode.FROZEN}),
-    (HandleError, {FaultCode.HANDLE, FaultCode.CALLS}),
+    (HandleError, {FaultCode.HANDLE, FaultCode.CALLS, FaultCode.UNFINISHED}),
     (EPError, {FaultCode.EXPERTS, FaultCode.UNREADY}),
 )
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn, Protocol, TypeVar
 
 import torch
@@ -45,6 +46,7 @@ from epcomm.calls.header import (
     CallSign,
     operation_of,
 )
+from epcomm.calls.transfers import Transfers
 from epcomm.collectives.base import Closable, Collectives, Scalar
 from epcomm.config import Mode
 from epcomm.errors import EPError, EPTimeout, HandleError, grouped
@@ -56,8 +58,11 @@ from epcomm.protocol import (
     is_passed_on,
     pack_fault,
 )
+from epcomm.records import Pending
 
 T = TypeVar("T")
+# Sends an exception to the other ranks in place of a call.
+Report = Callable[[Exception], object]
 
 # The function named in messages about faults; for other kinds, the name of the exchange.
 _FUNCTIONS = {
@@ -101,6 +106,8 @@ class Calls:
         self.waits = collectives.bounded is not None
         self._counted_in = whole if counts_in_whole else None
         self._board: HeaderBoard | None = None
+        # Runs begun calls; None if the transport cannot, and in a part of a group.
+        self.transfers: Transfers | None = None
         # The number of the next call, equal on all ranks.
         self.next_batch = 1
         self._buffers: list[str] = []
@@ -120,6 +127,34 @@ class Calls:
         Does nothing if there is a board.   Collective: yes, between the same calls on all ranks.
         """
         self._board = self._board or make()
+
+    def open_transfers(self) -> None:
+        """Make what begun calls need: connections and a thread, if the transport can have them.
+
+        Collective: yes, the first time.   Host sync: yes.
+        """
+        is_alone = self.world_size == 1
+        if self.transfers is None and not is_alone and self.collectives.separate():
+            self.transfers = Transfers(self.names.where)
+
+    def settle(self) -> None:
+        """Wait for the calls begun so far, before another call of the group. Local."""
+        if self.transfers is not None and self.transfers.last is not None:
+            self.transfers.settle()
+
+    def take_unfinished(self) -> HandleError | None:
+        """Return the error of a call that was begun and never waited for, once, or None. Local."""
+        return None if self.transfers is None else self.transfers.take_unfinished()
+
+    def begin(
+        self, call: Callable[[], T], report: Report | None = None, *, name: str
+    ) -> Pending[T]:
+        """Begin `call` on the thread of transfers, after the calls begun before; see announced().
+
+        name: the call in words for messages.
+        """
+        assert self.transfers is not None, "only a group with transfers begins calls"
+        return self.transfers.begin(partial(self.announced, call, report), name)
 
     def split(
         self, parts: Sequence[Sequence[int]], *, scope: str, counts_calls: bool = False
@@ -143,6 +178,8 @@ class Calls:
 
     def close(self) -> None:
         """Close the board and the parts; called by the collectives. Local, idempotent."""
+        if self.transfers is not None:
+            self.transfers.close()
         self._parts.clear()
         if self._board is not None:
             self._board.close()
@@ -248,17 +285,23 @@ class Calls:
             check_gradients(found, self.names, expert_names)
         return headers
 
-    def announced(self, call: Callable[[], T], report: Callable[[Exception], object] | None) -> T:
+    def announced(self, call: Callable[[], T], report: Report | None, *, settles: bool = True) -> T:
         """Return `call()`; report an exception that precedes the header of the call.
 
-        report: sends the exception to the other ranks, which wait for this one. None: they do not
-            wait, because they know of it, or because the host sends no header in this call.
+        Args:
+            call: makes the call, or begins it.
+            report: None: the other ranks do not wait for this one, because they know of the
+                exception, or because the host sends no header in this call.
+            settles: first wait for the calls begun before; False if `call` begins one.
         """
+        if settles:
+            self.settle()
         number = self.next_batch
         try:
             return call()
         except Exception as problem:
-            if report is not None and self.next_batch == number:
+            # The thread may have counted calls begun before, but `call` has counted none.
+            if report is not None and (self.next_batch == number or not settles):
                 # A device that has failed may be unable to send the report too.
                 with suppress(EPError, RuntimeError):
                     report(problem)
@@ -303,6 +346,7 @@ class Calls:
         Raises:
             HandleError: some ranks make a different call; on every rank.
         """
+        self.settle()
         problem: EPError | None = None
         for part in self._parts.values():
             # Relay the fault of one part to the next, as a buffer made of parts does.

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from epcomm.bench import exposure
 from epcomm.bench.options import (
     SHAPES,
     BenchOptions,
@@ -70,6 +71,13 @@ class RunOptions:
     weights: Annotated[
         str, typer.Option(help="Of --layer: fp8, --dtype or both; --dtype if not given.")
     ] = ""
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Of --layer: write a trace for ui.perfetto.dev, print what is exposed."),
+    ] = None
+    chunks: Annotated[
+        int | None, typer.Option(help="Of --trace: parts of a call that overlaps them, 4.")
+    ] = None
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16"
     wire: Annotated[
         str | None,
@@ -86,15 +94,15 @@ class RunOptions:
         sizes |= {name: size for name, size in given.items() if size is not None}
         weights = read_names(self.weights) if self.weights else (self.dtype,)
         if not self.layer:
-            for name in ("intermediate", "weights"):
-                if getattr(self, name):
+            for name in ("intermediate", "weights", "trace", "chunks"):
+                if getattr(self, name) not in (None, ""):
                     raise ConfigError(
-                        f"epcomm bench: --{name} is given without --layer, whose experts it "
-                        "describes; add --layer or leave it out"
+                        f"epcomm bench: --{name} is given without --layer, which it describes; "
+                        "add --layer or leave it out"
                     )
             sizes["intermediate"], weights = None, ()
         # These fields of BenchOptions have the values of their options.
-        names = ("shape", "dtype", "iterations", "warm_up", "seed")
+        names = ("shape", "dtype", "iterations", "warm_up", "seed", "chunks")
         return BenchOptions(
             tokens=read_numbers(self.tokens),
             modes=read_modes(self.modes),
@@ -102,6 +110,7 @@ class RunOptions:
             weights=weights,
             wire=read_wire(self.wire),
             command=_command(),
+            trace=str(self.trace or ""),
             **sizes,
             **{name: getattr(self, name) for name in names},
         )
@@ -130,7 +139,7 @@ def bench_command(run: RunOptions, report: ReportOptions) -> None:
         options = run.read()
         num_started = _ranks_to_start(run.ranks)
         options.check_ranks(num_started or ranks_of_environment() or 1)
-        _check_files(report)
+        _check_files(run, report)
     except ConfigError as error:
         raise typer.Exit(report_error(error, rank_of_environment())) from None
     work = partial(bench_on_rank, options, report)
@@ -166,11 +175,11 @@ def _ranks_to_start(ranks: int | None) -> int | None:
     return ranks if started is None else None
 
 
-def _check_files(report: ReportOptions) -> None:
+def _check_files(run: RunOptions, report: ReportOptions) -> None:
     """Refuse before the run what cannot be written after it; rank 0 makes the folders."""
     if report.plot is not None:
         check_plot(report.plot, command="epcomm bench")
-    for path in (report.output, report.plot):
+    for path in (report.output, report.plot, run.trace):
         if path is not None and rank_of_environment() == 0:
             check_writable(path, command="epcomm bench")
 
@@ -190,6 +199,8 @@ def bench_on_rank(options: BenchOptions, shown_as: ReportOptions) -> int:
 
         report = run_bench(options, show)
     if is_first:
+        if options.trace:
+            Path(options.trace).write_text(exposure.as_json(report.events), encoding="utf-8")
         _show(report, shown_as)
     is_timed = any(not each.is_of_torch for each in report.results)
     return 0 if is_timed and not report.wrong else NOT_TIMED
@@ -214,6 +225,8 @@ def _show(found: Report, report: ReportOptions) -> None:
     console.print(times_table(found))
     for line in _absent_lines(found, is_verbose=report.verbose):
         write(line)
+    for each in found.exposures:
+        write(str(each))
     for each in found.wrong:
         write(f"wrong, and not timed, at T = {each.tokens}: {each.fault}")
     if report.output is not None:

@@ -57,6 +57,7 @@ class TorchDistCollectives(Collectives):
             ConfigError: its backend is not supported.
         """
         self.process_group = process_group
+        # Runs the exchanges; separate() replaces it.
         self._group: dist.ProcessGroup | None = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
@@ -72,6 +73,13 @@ class TorchDistCollectives(Collectives):
         """Release the process group, so that destroying it ends its threads. Local, idempotent."""
         super().close()
         self.process_group = self._group = None
+
+    def separate(self) -> bool:
+        if self.bounded is None:
+            return False
+        if self._group is self.process_group:
+            self._group = _connected(self, self._open_group(), range(self.world_size))
+        return True
 
     def _make_part(self, ranks: Sequence[int]) -> Collectives:
         self._open_group()
@@ -158,20 +166,30 @@ class _GlooPart(TorchDistCollectives):
         Raises:
             EPTimeout: some rank of the process group did not arrive.
         """
-        assert whole.bounded is not None, "the host waits in collectives of gloo"
         self.rank, self.world_size = list(ranks).index(whole.rank), len(ranks)
         self.device, self.bounded = whole.device, whole.bounded
-        store = process_group.get_group_store()
-        mine = store.add(_NUM_DIVISIONS, 1) if whole.rank == 0 else 0
-        number = whole.gather_records({"number": mine}, phase="dividing the ranks")[0]["number"]
-        # ProcessGroupGloo has all methods of a process group that are called here.
-        self._group = dist.ProcessGroupGloo(  # type: ignore[assignment]
-            PrefixStore(f"{_NUM_DIVISIONS}/{number}/{ranks[0]}", store),
-            self.rank,
-            self.world_size,
-            timedelta(seconds=whole.bounded.timeout_s),
-        )
+        self._group = _connected(whole, process_group, ranks)
         settle_at_exit()
+
+
+def _connected(
+    whole: TorchDistCollectives, process_group: dist.ProcessGroup, ranks: Sequence[int]
+) -> dist.ProcessGroup:
+    """Connect `ranks` of `process_group` by connections that nothing else uses.
+
+    Collective: yes, over all ranks of `whole`, each with its own part.
+    """
+    assert whole.bounded is not None, "the host waits in collectives of gloo"
+    store = process_group.get_group_store()
+    mine = store.add(_NUM_DIVISIONS, 1) if whole.rank == 0 else 0
+    number = whole.gather_records({"number": mine}, phase="dividing the ranks")[0]["number"]
+    # ProcessGroupGloo has all methods of a process group that are called here.
+    return dist.ProcessGroupGloo(  # type: ignore[return-value]
+        PrefixStore(f"{_NUM_DIVISIONS}/{number}/{ranks[0]}", store),
+        list(ranks).index(whole.rank),
+        len(ranks),
+        timedelta(seconds=whole.bounded.timeout_s),
+    )
 
 
 def _run(

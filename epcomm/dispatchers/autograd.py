@@ -6,6 +6,11 @@ the backward of dispatch returns the gradients of rows and weights in one messag
 router weights share one Function, and every rank runs the same Functions whether or not its own
 inputs need gradients, so backward runs the same two collectives in the same order on all ranks.
 
+A call that is begun has two Functions. Forward begins the call at the first and waits for it at the
+second; backward begins its dual at the second and waits at the first. So whatever runs between them
+in forward has its backward between them too, because autograd runs later nodes first. The tensor
+that connects them has no elements.
+
 A policy of selective activation checkpointing selects by name what it saves:
 
     saved = {torch.ops.epcomm.dispatch.default, torch.ops.epcomm.combine.default}
@@ -19,7 +24,11 @@ a TorchDispatchMode sees operators, so without one a call goes directly to its b
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -29,12 +38,17 @@ from torch.library import Library
 
 from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.calls.call import DispatchCall
+from epcomm.calls.order import Calls, Report
 from epcomm.ops.slots import dot_rows, gather_rows, gather_scalars
 from epcomm.platforms.tracing import ranged
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import dequantize
-from epcomm.records import ExchangePlan, RowsCombineInput, SlotIndex
+from epcomm.records import ExchangePlan, Pending, RowsCombineInput, SlotIndex
 from epcomm.types import RowsPer, WireFormat, WireTensor
+
+T = TypeVar("T")
+# The gradients of tokens [T, H] and of router weights [T, K].
+_Gradients = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,88 +90,193 @@ def _number_of(record: object) -> int:
     return number
 
 
-class _Dispatch(torch.autograd.Function):
-    """Connects sent tensors [T, H] and [T, K] to received [R, H] and [C] in the graph."""
+@dataclass(kw_only=True, eq=False)
+class _Transfer(ABC, Generic[T]):
+    """A call in the graph, whose backward makes the dual call.
 
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        topk_weights: Tensor,
-        buffer: Buffer,
-        out: Dispatched,
-        packs: bool,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.buffer, ctx.exchange_plan, ctx.dtype = buffer, out.exchange_plan, x.dtype  # type: ignore[attr-defined]
+    calls: the calls of the group; the dual follows those begun before. None: none are begun.
+    name: the call in words for messages.
+    rows_per: of the rows on the rank of the experts.
+    """
+
+    buffer: Buffer
+    calls: Calls | None = None
+    name: str = ""
+    exchange_plan: ExchangePlan | None = None
+    rows_per: RowsPer = RowsPer.ROW
+    # The dual call that was begun.
+    pending: Pending[T] | None = None
+
+    @abstractmethod
+    def send(self, *gradients: Tensor) -> T:
+        """Make the dual call with the gradients of the outputs. Collective: yes."""
+
+    @abstractmethod
+    def gradients(self, returned: T, saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs from the result of the dual call. Local."""
+
+    def plan(self) -> ExchangePlan:
+        """Return the exchange plan, which exists once the call is complete."""
+        assert self.exchange_plan is not None, "the call is complete"
+        return self.exchange_plan
+
+
+@dataclass(kw_only=True, eq=False)
+class Sending(_Transfer[_Gradients]):
+    """A dispatch: tokens [T, H] and router weights [T, K] become rows [R, H] and weights [C].
+
+    first: the output of _Begin, if the dispatch is begun.
+    """
+
+    dtype: torch.dtype
+    first: Tensor | None = None
+
+    def begin_history(self, call: DispatchCall) -> None:
+        """Make the first Function of a dispatch that is begun. Local."""
+        self.first = _Begin.apply(self, None, False, _anchored(call.unquantized), call.topk_weights)
+
+    def with_history(
+        self, call: DispatchCall, out: Dispatched, *, packs: bool = False
+    ) -> tuple[WireTensor, Tensor]:
+        """Return the rows and slot weights of the result, differentiable in the inputs of the call.
+
+        packs: return one row per slot, [C, H]; backward sums the gradients of slots by group.
+
+        Collective: no, but backward is, on every rank if the inputs of any rank need gradients.
+        """
+        self.exchange_plan = out.exchange_plan
+        self.rows_per = RowsPer.SLOT if packs else RowsPer.ROW
+        make, first = partial(self._received, out), self.first
+        if first is None:
+            x, weights = _anchored(call.unquantized), call.topk_weights
+            rows, slot_weights = _Call.apply(self, make, False, x, weights)
+        else:
+            # The graph holds this object, which must not hold the graph.
+            self.first = None
+            rows, slot_weights = _Wait.apply(self, make, first)
+        return WireTensor(data=rows, format=WireFormat.of(self.dtype)), slot_weights
+
+    def _received(self, out: Dispatched) -> tuple[Tensor, Tensor]:
         assert out.slot_weights is not None, "a trainable buffer sends weights"
         # Quantised elements have no gradient, so rows that need gradients are returned dequantised.
         # The gradient ignores the quantisation (straight-through estimator).
         is_quantized = out.rows.format.dtype.is_quantized
-        rows = dequantize(out.rows, x.dtype) if is_quantized else out.rows.data.to(x.dtype)
-        ctx.rows_per = RowsPer.SLOT if packs else RowsPer.ROW  # type: ignore[attr-defined]
+        rows = dequantize(out.rows, self.dtype) if is_quantized else out.rows.data.to(self.dtype)
+        packs = self.rows_per is RowsPer.SLOT
         return gather_rows(rows, out.index) if packs else rows, out.slot_weights
 
-    @staticmethod
-    @once_differentiable
     @ranged("dispatch_backward")
-    def backward(  # type: ignore[override]
-        ctx: FunctionCtx, grad_rows: Tensor, grad_slot_weights: Tensor
-    ) -> tuple[Tensor, Tensor | None, None, None, None]:
-        exchange_plan: ExchangePlan = ctx.exchange_plan  # type: ignore[attr-defined]
+    def send(self, *gradients: Tensor) -> _Gradients:
+        exchange_plan, (grad_rows, grad_slot_weights) = self.plan(), gradients
         slots_of_row = exchange_plan.index.slots_of_row
         assert slots_of_row is not None, "a trainable buffer returns an index over rows"
-        grad_x, grad_weights = ctx.buffer.combine(  # type: ignore[attr-defined]
-            grad_rows,
-            exchange_plan,
-            rows_per=ctx.rows_per,  # type: ignore[attr-defined]
-            row_scalars=gather_scalars(grad_slot_weights, slots_of_row),
+        row_scalars = gather_scalars(grad_slot_weights, slots_of_row)
+        return self.buffer.combine(
+            grad_rows, exchange_plan, rows_per=self.rows_per, row_scalars=row_scalars
         )
-        return grad_x.to(ctx.dtype), grad_weights, None, None, None  # type: ignore[attr-defined]
+
+    def gradients(self, returned: _Gradients, saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        return returned[0].to(self.dtype), returned[1]
 
 
-class _Combine(torch.autograd.Function):
+@dataclass(kw_only=True, eq=False)
+class _Returning(_Transfer[Tensor]):
+    """A combine: expert results and slot weights become y [T, H].
+
+    gradient_dtype: dtype of the rows that backward sends.
+    lasts: the caller owns the rows that cached_dispatch() returns.
+    """
+
+    gradient_dtype: torch.dtype
+    lasts: bool
+
+    @ranged("combine_backward")
+    def send(self, *gradients: Tensor) -> Tensor:
+        (grad_y,) = gradients
+        # Rows that are sent must be contiguous, but sum() makes an expanded gradient.
+        wire = grad_y.to(self.gradient_dtype).contiguous()
+        return self.buffer.cached_dispatch(wire, self.plan()).to(grad_y.dtype)
+
+    def gradients(self, returned: Tensor, saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        if self.rows_per is RowsPer.ROW:
+            # Autograd may keep these rows, so copy them if a later dispatch overwrites them.
+            return returned if self.lasts else returned.clone(), None
+        grad, grad_weights = gather_rows(returned, self.plan().index), None
+        if saved:
+            rows, slot_weights = saved
+            grad_weights = dot_rows(grad, rows)
+            grad = (grad * slot_weights.unsqueeze(1)).to(grad.dtype)
+        return grad, grad_weights
+
+
+class _Call(torch.autograd.Function):
+    """A call that is made at once: connects its inputs to its outputs, which `make` returns."""
+
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        rows: Tensor,
-        slot_weights: Tensor | None,
-        buffer: Buffer,
-        exchange_plan: ExchangePlan,
-        rows_per: RowsPer,
-        gradient_dtype: torch.dtype,
-        lasts: bool,
-    ) -> Tensor:
-        """Combine; `lasts`: the caller owns the rows that cached_dispatch() returns in backward."""
-        ctx.buffer, ctx.exchange_plan, ctx.rows_per = buffer, exchange_plan, rows_per  # type: ignore[attr-defined]
-        ctx.gradient_dtype, ctx.lasts = gradient_dtype, lasts  # type: ignore[attr-defined]
-        if slot_weights is not None:
-            ctx.save_for_backward(rows, slot_weights)
-        return _combine_watched(rows, slot_weights, buffer, exchange_plan, rows_per)
+        transfer: _Transfer[T],
+        make: Callable[[], Tensor | tuple[Tensor, ...]] | None,
+        saves: bool,
+        *inputs: Tensor,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Make the call, or for None return a tensor without elements.
+
+        saves: gradients() needs the inputs.
+        """
+        ctx.transfer = transfer  # type: ignore[attr-defined]
+        if saves:
+            ctx.save_for_backward(*inputs)
+        return inputs[0].new_empty(0) if make is None else make()
 
     @staticmethod
     @once_differentiable
-    @ranged("combine_backward")
-    def backward(  # type: ignore[override]
-        ctx: FunctionCtx, grad_y: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        exchange_plan: ExchangePlan = ctx.exchange_plan  # type: ignore[attr-defined]
-        # Rows that are sent must be contiguous, but sum() makes an expanded gradient.
-        wire = grad_y.to(ctx.gradient_dtype).contiguous()  # type: ignore[attr-defined]
-        grad_rows = ctx.buffer.cached_dispatch(wire, exchange_plan).to(grad_y.dtype)  # type: ignore[attr-defined]
-        if ctx.rows_per is RowsPer.ROW:  # type: ignore[attr-defined]
-            # Autograd may keep these rows, so copy them if a later dispatch overwrites them.
-            grad, grad_weights = grad_rows if ctx.lasts else grad_rows.clone(), None  # type: ignore[attr-defined]
-        else:
-            grad, grad_weights = gather_rows(grad_rows, exchange_plan.index), None
-            if ctx.saved_tensors:  # type: ignore[attr-defined]
-                rows, slot_weights = ctx.saved_tensors  # type: ignore[attr-defined]
-                grad_weights = dot_rows(grad, rows)
-                grad = (grad * slot_weights.unsqueeze(1)).to(grad.dtype)
-        return grad, grad_weights, None, None, None, None, None
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        transfer: _Transfer[object] = ctx.transfer  # type: ignore[attr-defined]
+        if transfer.calls is not None:
+            transfer.calls.settle()
+        returned = transfer.send(*gradients)
+        return None, None, None, *transfer.gradients(returned, ctx.saved_tensors)  # type: ignore[attr-defined]
+
+
+class _Begin(_Call):
+    """The first Function of a begun call, which makes nothing."""
+
+    @staticmethod
+    @once_differentiable
+    @ranged("backward_wait")
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        transfer: _Transfer[object] = ctx.transfer  # type: ignore[attr-defined]
+        assert transfer.pending is not None, "_Wait has begun the dual call"
+        returned = transfer.pending.wait()
+        return None, None, None, *transfer.gradients(returned, ctx.saved_tensors)  # type: ignore[attr-defined]
+
+
+class _Wait(torch.autograd.Function):
+    """The second Function of a begun call, with the outputs of _Call; `first` is that of _Begin."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        transfer: _Transfer[T],
+        make: Callable[[], Tensor | tuple[Tensor, ...]],
+        first: Tensor,
+    ) -> Tensor | tuple[Tensor, ...]:
+        ctx.transfer = transfer  # type: ignore[attr-defined]
+        return make()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        transfer: _Transfer[object] = ctx.transfer  # type: ignore[attr-defined]
+        assert transfer.calls is not None, "only a group with transfers begins calls"
+        send, name = partial(transfer.send, *gradients), f"backward of {transfer.name}"
+        transfer.pending = transfer.calls.begin(send, name=name)
+        return None, None, gradients[0].new_zeros(0)
 
 
 def dispatch_rows(buffer: Buffer, call: DispatchCall) -> Dispatched:
-    """Dispatch in grad mode; rows and weights have no history before with_history().
+    """Dispatch in grad mode; rows and weights have no history before Sending.with_history().
 
     Collective: as Buffer.dispatch; not if a checkpointing policy has saved the result, which it
         does on all ranks or none.
@@ -166,48 +285,89 @@ def dispatch_rows(buffer: Buffer, call: DispatchCall) -> Dispatched:
         return _dispatch_watched(buffer, call)
 
 
-def with_history(
-    buffer: Buffer, call: DispatchCall, out: Dispatched, *, packs: bool = False
-) -> tuple[WireTensor, Tensor]:
-    """Return the rows and slot weights of a dispatch, differentiable in the inputs of the call.
-
-    packs: return one row per slot, [C, H], so that backward sums the gradients of slots by group.
-
-    Collective: no, but backward is, on every rank if the inputs of any rank need gradients.
-    """
-    x = call.hidden_states
-    assert isinstance(x, Tensor), "quantised rows have no gradient, so their calls have no flags"
-    rows, slot_weights = _Dispatch.apply(_anchored(x), call.topk_weights, buffer, out, packs)
-    return WireTensor(data=rows, format=WireFormat.of(x.dtype)), slot_weights
-
-
-def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.dtype) -> Tensor:
+def combine_rows(
+    buffer: Buffer,
+    rows: RowsCombineInput,
+    gradient_dtype: torch.dtype,
+    *,
+    calls: Calls | None = None,
+) -> Tensor:
     """Combine in grad mode, differentiable in the expert results and the slot weights, if given.
 
     Args:
         buffer: the buffer of the dispatch.
         rows: the expert results.
         gradient_dtype: dtype of the rows that backward sends.
+        calls: the calls of the group; None: none are begun.
 
     Collective: yes, and so is its backward, on every rank if any rank needs it.
     """
-    handle, hidden_states, slot_weights = rows.handle, rows.hidden_states, rows.slot_weights
-    exchange_plan, rows_per = handle.exchange_plan, rows.rows_per
-    if handle.needs_backward:
-        hidden_states = _anchored(hidden_states)
-    elif not (
-        hidden_states.requires_grad or (slot_weights is not None and slot_weights.requires_grad)
-    ):
-        return _combine_watched(hidden_states, slot_weights, buffer, exchange_plan, rows_per)
-    return _Combine.apply(
-        hidden_states,
-        slot_weights,
-        buffer,
-        exchange_plan,
-        rows_per,
-        gradient_dtype,
-        handle.needs_backward,
+    returning, combining = _returning(buffer, rows, gradient_dtype, calls), _combining(buffer, rows)
+    if returning is None:
+        return combining()
+    saves = rows.slot_weights is not None
+    return _Call.apply(returning, combining, saves, _results(rows), rows.slot_weights)
+
+
+def begin_combine(
+    buffer: Buffer,
+    rows: RowsCombineInput,
+    gradient_dtype: torch.dtype,
+    *,
+    calls: Calls,
+    report: Report | None,
+    name: str,
+) -> Pending[Tensor]:
+    """Begin a combine; wait() returns y, differentiable as that of combine_rows() in grad mode.
+
+    report, name: see Calls.begin().
+    """
+    returning, combining = None, _combining(buffer, rows)
+    if torch.is_grad_enabled():
+        returning = _returning(buffer, rows, gradient_dtype, calls, name)
+    if returning is None:
+        return calls.begin(combining, report, name=name)
+    # Checkpointing ends a recomputation when the last tensor is saved, here at the latest, so the
+    # call is begun after that.
+    saves = rows.slot_weights is not None
+    first = _Begin.apply(returning, None, saves, _results(rows), rows.slot_weights)
+    pending = calls.begin(combining, report, name=name)
+    return Pending(partial(_Wait.apply, returning, pending.wait, first))
+
+
+def _combining(buffer: Buffer, rows: RowsCombineInput) -> Callable[[], Tensor]:
+    plan = rows.handle.exchange_plan
+    return partial(
+        _combine_watched, rows.hidden_states, rows.slot_weights, buffer, plan, rows.rows_per
     )
+
+
+def _returning(
+    buffer: Buffer,
+    rows: RowsCombineInput,
+    gradient_dtype: torch.dtype,
+    calls: Calls | None,
+    name: str = "",
+) -> _Returning | None:
+    """Return the combine for the graph, or None if no rank and no tensor needs gradients."""
+    needed, weights = rows.handle.needs_backward, rows.slot_weights
+    weights_need = weights is not None and weights.requires_grad
+    if not (needed or weights_need or rows.hidden_states.requires_grad):
+        return None
+    return _Returning(
+        buffer=buffer,
+        calls=calls,
+        name=name,
+        exchange_plan=rows.handle.exchange_plan,
+        rows_per=rows.rows_per,
+        gradient_dtype=gradient_dtype,
+        lasts=needed,
+    )
+
+
+def _results(rows: RowsCombineInput) -> Tensor:
+    """Return the expert results, as an alias that requires grad if any rank needs backward."""
+    return _anchored(rows.hidden_states) if rows.handle.needs_backward else rows.hidden_states
 
 
 def _anchored(tensor: Tensor) -> Tensor:
@@ -221,7 +381,7 @@ def _dispatch_watched(buffer: Buffer, call: DispatchCall) -> Dispatched:
     Lifetime: results saved by a policy are usable as long as the exchange plan exists.
     Collective: see dispatch_rows().
     """
-    if not _is_watched():
+    if not is_watched():
         return buffer.dispatch(call)
     held = _DispatchOn(buffer=buffer, call=call)
     rows, scales, slot_weights, number = torch.ops.epcomm.dispatch.default(
@@ -252,14 +412,14 @@ def _combine_watched(
     Collective: as Buffer.combine; not if a checkpointing policy has saved the result, which it
         does on all ranks or none.
     """
-    if not _is_watched():
+    if not is_watched():
         y, _ = buffer.combine(rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights)
         return y
     held = _CombineOn(buffer=buffer, exchange_plan=exchange_plan, rows_per=rows_per)
     return torch.ops.epcomm.combine.default(rows, slot_weights, _number_of(held))
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Return whether a TorchDispatchMode other than FakeTensorMode is active.
 
     Fake tensors have no data to save, and the operators have no kernels for them.

@@ -15,7 +15,13 @@ from epcomm.buffers.base import Dispatched
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.config import EPConfig, Mode
-from epcomm.dispatchers.autograd import combine_rows, dispatch_rows, with_history
+from epcomm.dispatchers.autograd import (
+    Sending,
+    begin_combine,
+    combine_rows,
+    dispatch_rows,
+    is_watched,
+)
 from epcomm.dispatchers.checks import (
     CallChecks,
     NeedGrad,
@@ -103,6 +109,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         self._buffer = group.open_buffer(self.plan.buffer, self._spec)
         self._calls = group.calls
         self._number = self._calls.add_dispatcher(self.mode)
+        self._name = f"dispatcher {self._number} ({self.mode})"
         # Casts run in plain torch; only 8-bit formats need a kernel.
         is_quantized = self._spec.dispatch_format.dtype.is_quantized
         self._quantize = partial(
@@ -113,6 +120,16 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         self._checks_calls = config.check_calls
         self._num_calls = 0
         self._is_closed = False
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether dispatch_async() and combine_async() begin the whole transfer.
+
+        True on CPU ranks over gloo, except for kernels of vendors; not while a TorchDispatchMode
+        must see the operators.
+        """
+        has_thread = self._calls.transfers is not None and self._buffer.counts_calls
+        return has_thread and not is_watched()
 
     @ranged("dispatch", is_traced=False)
     def dispatch(
@@ -179,31 +196,51 @@ class Dispatcher(Generic[DispatchT, CombineT]):
     ) -> Pending[DispatchT]:
         """Begin a dispatch; `wait()` completes it and makes its autograd node.
 
-        Without a receive hook (BufferCaps), `wait()` does all the work. All ranks call `wait()` in
-        the same order.
+        is_asynchronous: a thread makes the call, after the calls begun before; do not write the
+        tensors before `wait()` returns. With a receive hook (BufferCaps), rows are sent here and
+        received in `wait()`. Otherwise `wait()` does all the work.
+
+        All ranks begin calls, and call `wait()`, in the same order. If a rank drops a call without
+        `wait()`, the next call raises HandleError on every rank.
         """
-        if not self.plan.caps.has_receive_hook:
+        begins = self.is_asynchronous
+        if not (begins or self.plan.caps.has_receive_hook):
             return Pending(
                 lambda: self.dispatch(hidden_states, topk, experts_need_grad=experts_need_grad)
             )
         self._check_group_open("dispatch")
+        report = self._report_dispatch if self._buffer.counts_calls else None
 
         def begin() -> Pending[DispatchT]:
             call, handle = self._prepare(hidden_states, topk, experts_need_grad)
-            pending = self._buffer.dispatch_async(call)
-            if call.error is not None and call.error.was_raised:
-                self._record(call, pending.wait(), handle)
-            return Pending(partial(self._receive, pending, call, handle))
+            sending = None
+            if begins:
+                name = f"dispatch of {self._name}"
+                if call.flags != BatchFlags.NONE:
+                    sending = self._sending(call, name)
+                    sending.begin_history(call)
+                pending = self._calls.begin(partial(self._buffer.dispatch, call), report, name=name)
+            else:
+                pending = self._buffer.dispatch_async(call)
+                if call.error is not None and call.error.was_raised:
+                    self._record(call, pending.wait(), handle)
+            return Pending(partial(self._receive, pending, call, handle, sending))
 
-        return self._calls.announced(
-            begin, self._report_dispatch if self._buffer.counts_calls else None
-        )
+        return self._calls.announced(begin, report, settles=not begins)
 
     @ranged("dispatch_wait")
     def _receive(
-        self, pending: Pending[Dispatched], call: DispatchCall, handle: Handle
+        self,
+        pending: Pending[Dispatched],
+        call: DispatchCall,
+        handle: Handle,
+        sending: Sending | None,
     ) -> DispatchT:
-        return self._record(call, pending.wait(), handle)
+        return self._record(call, pending.wait(), handle, sending)
+
+    def _sending(self, call: DispatchCall, name: str = "") -> Sending:
+        dtype = call.unquantized.dtype
+        return Sending(buffer=self._buffer, calls=self._calls, name=name, dtype=dtype)
 
     def _prepare(
         self,
@@ -213,6 +250,8 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         refusal: EPError | None = None,
     ) -> tuple[DispatchCall, Handle]:
         """Check a call and cast its tensors; a call with an error gets no tokens."""
+        if refusal is None:
+            refusal = self._calls.take_unfinished()
         if refusal is None and (self._is_closed or torch.is_grad_enabled()):
             refusal = self._find_refusal(hidden_states, topk, experts_need_grad)
         error = refusal or self._find_call_error(hidden_states, topk)
@@ -237,8 +276,12 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         hidden_states = torch.empty(0, self._spec.hidden_size, dtype=self._dtype, device=device)
         return hidden_states, empty_topk(self._spec.top_k, device)
 
-    def _record(self, call: DispatchCall, out: Dispatched, handle: Handle) -> DispatchT:
+    def _record(
+        self, call: DispatchCall, out: Dispatched, handle: Handle, sending: Sending | None = None
+    ) -> DispatchT:
         """Open the handle of a batch and return its record.
+
+        sending: the dispatch in the graph, if it was begun.
 
         Raises:
             EPError: the error of this rank's call, if a static buffer has not raised it. This rank
@@ -252,7 +295,8 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         rows, slot_weights, index = out.rows, out.slot_weights, out.index
         if out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
             packs = self._spec.sum_groups is not None
-            rows, slot_weights = with_history(self._buffer, call, out, packs=packs)
+            sending = sending or self._sending(call)
+            rows, slot_weights = sending.with_history(call, out, packs=packs)
             if packs:
                 index = replace(index, row_of_slot=None, slots_of_row=None)
         rows = _arranged(rows, self.plan.scale_layout)
@@ -301,7 +345,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         def send() -> Tensor:
             rows = cast_results(_as_rows(combine_input), self._dtype)
             if torch.is_grad_enabled():
-                return combine_rows(self._buffer, rows, self._dtype)
+                return combine_rows(self._buffer, rows, self._dtype, calls=self._calls)
             y, _ = self._buffer.combine(
                 rows.hidden_states,
                 rows.handle.exchange_plan,
@@ -316,13 +360,20 @@ class Dispatcher(Generic[DispatchT, CombineT]):
 
     @ranged("combine_begin", is_traced=False)
     def combine_async(self, combine_input: CombineT) -> Pending[Tensor]:
-        """Begin a combine; `wait()` completes it, or does all of it without a receive hook."""
-        if not self.plan.caps.has_receive_hook:
+        """Begin a combine; `wait()` completes it. What each half does: see dispatch_async()."""
+        begins = self.is_asynchronous
+        if not (begins or self.plan.caps.has_receive_hook):
             return Pending(lambda: self.combine(combine_input))
         self._check_combine(combine_input)
+        report = self._report_combine(combine_input.handle)
 
         def begin() -> Pending[Tensor]:
             rows = cast_results(_as_rows(combine_input), self._dtype)
+            if begins:
+                name, calls = f"combine of {self._name}", self._calls
+                return begin_combine(
+                    self._buffer, rows, self._dtype, calls=calls, report=report, name=name
+                )
             return self._buffer.combine_async(
                 rows.hidden_states,
                 rows.handle.exchange_plan,
@@ -330,13 +381,18 @@ class Dispatcher(Generic[DispatchT, CombineT]):
                 slot_weights=rows.slot_weights,
             )
 
-        pending = self._calls.announced(begin, self._report_combine(combine_input.handle))
+        pending = self._calls.announced(begin, report, settles=not begins)
         combine_input.handle.spend("was combined before")
         return Pending(partial(self._receive_sums, pending, combine_input.handle))
 
     @ranged("combine_wait")
     def _receive_sums(self, pending: Pending[Tensor], handle: Handle) -> Tensor:
-        return self._finished(pending.wait(), handle)
+        try:
+            y = pending.wait()
+        except EPError:
+            handle.reopen()
+            raise
+        return self._finished(y, handle)
 
     def refuse(self, error: EPError) -> NoReturn:
         """Report `error` to the other ranks, in place of a dispatch; then raise it.
@@ -353,6 +409,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
 
         Collective: yes, in place of combine().
         """
+        self._calls.settle()
         error.was_raised = True
         no_rows, _ = self._nothing()
         try:
@@ -369,21 +426,25 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         """Report a failure before the header of a dispatch."""
         self.refuse(unready_error(problem, self._where))
 
-    def _report_combine(self, handle: Handle) -> Callable[[Exception], None] | None:
-        """Return the function that reports a failure before combine's header, if it has one."""
+    def refuse_results(self, problem: Exception, handle: Handle) -> None:
+        """Report a failure before the rows of a combine, in place of it.
 
-        def report(problem: Exception) -> None:
+        Collective: yes, in place of combine().
+        """
+        # A device that has failed may be unable to send the report too.
+        with suppress(EPError, RuntimeError):
             error = unready_error(problem, self._where, function="combine")
             self.refuse_combine(error, handle.exchange_plan)
 
-        return report if self._buffer.counts_calls else None
+    def _report_combine(self, handle: Handle) -> Callable[[Exception], None] | None:
+        """Return the function that reports a failure before combine's header, if it has one."""
+        return partial(self.refuse_results, handle=handle) if self._buffer.counts_calls else None
 
     def _check_combine(self, combine_input: CombineT) -> None:
         """Report an invalid call to all ranks and raise its error."""
         self._check_group_open("combine")
-        error = self._closed_error("combine") or self._checks.find_combine_error(
-            combine_input, self, self.plan.caps.layout
-        )
+        error = self._closed_error("combine") or self._calls.take_unfinished()
+        error = error or self._checks.find_combine_error(combine_input, self, self.plan.caps.layout)
         if error is not None:
             self.refuse_combine(error, open_exchange_plan_of(combine_input, self))
 
@@ -408,6 +469,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
             CapacityError: T > M, or more received slots than the budget, with the size needed.
             ShapeError, ConfigError: another fault, with the ranks that have it.
         """
+        self._calls.settle()
         self._buffer.check()
 
     def traffic(self) -> BufferTraffic:

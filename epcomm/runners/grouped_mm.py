@@ -6,10 +6,13 @@ instead of H, and backward needs no copy of the unweighted result.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn.functional import grouped_mm
 
 from epcomm.ops.activation import activate
 from epcomm.ops.precision import cast_experts, compute_dtype
@@ -19,7 +22,7 @@ from epcomm.quantization import dequantize
 from epcomm.records import RowsDispatchOutput, SlotIndex
 from epcomm.runners.base import ExpertRunner, size_reasons, slot_weights_to_apply, weight_slots
 from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WireDtype
-from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
+from epcomm.weights.unquantized import ExpertTensors, ExpertWeights, LateGradient
 
 
 class GroupedMMRunner(ExpertRunner):
@@ -46,7 +49,8 @@ class GroupedMMRunner(ExpertRunner):
         slots = pack(rows, index)
         # Padding is computed with the expert before it: results of padding are never combined.
         ends = index.first_slot[1:]
-        hidden = torch.nn.functional.grouped_mm(slots, weights.gate_up_matrices(), offs=ends)
+        late = weights.late
+        hidden = _product(slots, weights.gate_up_matrices(), ends, late.get("gate_up_proj"))
         if weights.gate_up_bias is not None:
             hidden = hidden + bias_of_slots(weights.gate_up_bias, index, slots.shape[0])
         hidden = activate(hidden, weights.format)
@@ -56,11 +60,44 @@ class GroupedMMRunner(ExpertRunner):
                 # Weights of padding are undefined, and would enter the gradients of the experts.
                 scale = scale.masked_fill(index.row_of_slot < 0, 0)
             hidden = weight_slots(hidden, scale)
-        results = torch.nn.functional.grouped_mm(hidden, weights.down_matrices(), offs=ends)
+        results = _product(hidden, weights.down_matrices(), ends, late.get("down_proj"))
         if weights.down_bias is not None:
             bias = bias_of_slots(weights.down_bias, index, slots.shape[0])
             results = results + (bias if scale is None else weight_slots(bias, scale))
         return results
+
+
+class _LateProduct(torch.autograd.Function):
+    """A product whose backward leaves the gradient of the matrices for later."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, slots: Tensor, matrices: Tensor, ends: Tensor, late: LateGradient
+    ) -> Tensor:
+        ctx.save_for_backward(slots, matrices, ends)
+        ctx.late = late  # type: ignore[attr-defined]
+        return grouped_mm(slots, matrices, offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+        slots, matrices, ends = ctx.saved_tensors  # type: ignore[attr-defined]
+        ctx.late.parts.append(partial(_gradient_of, matrices, slots, grad, ends))  # type: ignore[attr-defined]
+        needed = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
+        return grouped_mm(grad, matrices.mT, offs=ends) if needed else None, None, None, None
+
+
+def _gradient_of(matrices: Tensor, slots: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient of the parameter, of which `matrices` is this view or its transpose."""
+    left, right = (slots, grad) if matrices.stride(2) == 1 else (grad, slots)
+    return grouped_mm(left.t(), right, offs=ends)
+
+
+def _product(slots: Tensor, matrices: Tensor, ends: Tensor, late: LateGradient | None) -> Tensor:
+    """Multiply the slots [C, in] of each expert by its matrix, [L, in, out]."""
+    if late is None:
+        return grouped_mm(slots, matrices, offs=ends)
+    return _LateProduct.apply(slots, matrices, ends, late)
 
 
 def _dtype_of(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> torch.dtype:

@@ -1,12 +1,12 @@
 """The weights of routed experts as checkpoints hold them, and one rank's share of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -62,12 +62,44 @@ class ExpertFormat:
             )
 
 
+class LateGradient:
+    """The gradient of a tensor as the sum of its parts, which backward may compute late.
+
+    parts: computations of parts that runners have left.
+    """
+
+    def __init__(self, number: int) -> None:
+        """Start a sum of `number` parts."""
+        self.parts: list[Callable[[], Tensor]] = []
+        self._number, self._num_added = number, 0
+        self._sum: Tensor | None = None
+
+    def add(self, part: Tensor | None) -> Tensor | None:
+        """Add a part, or compute one that was left; return the sum after the last, else None.
+
+        The sum is rounded once: it is in float32 or wider.
+        """
+        part = self.parts.pop(0)() if part is None else part
+        if self._number == 1:
+            return part
+        wide = torch.promote_types(part.dtype, torch.float32)
+        self._sum = part.to(wide) if self._sum is None else self._sum + part
+        self._num_added += 1
+        if self._num_added < self._number:
+            return None
+        total, self._sum, self._num_added = self._sum, None, 0
+        return total.to(part.dtype)
+
+
 class ExpertTensors(ABC):
     """The matrices of E experts, in any precision, as a frozen record.
 
     gate_up_proj, down_proj: the matrices, whose layout the subclasses describe.
     format: the layout of the matrices and the activation between them.
+    late: the gradients that a runner may leave instead of returning them; not a field.
     """
+
+    late: ClassVar[Mapping[str, LateGradient]] = {}
 
     gate_up_proj: Tensor
     down_proj: Tensor
@@ -116,10 +148,12 @@ class ExpertTensors(ABC):
         """Return whether any tensor needs gradients."""
         return any(tensor.requires_grad for tensor in self.tensors().values())
 
-    def exchanged(self, tensors: Mapping[str, Tensor]) -> Self:
+    def exchanged(
+        self, tensors: Mapping[str, Tensor], *, late: Mapping[str, LateGradient] | None = None
+    ) -> Self:
         """Return these experts with other tensors of the same form, without checks."""
         other = copy(self)
-        vars(other).update(tensors)
+        vars(other).update(tensors, late=late or {})
         return other
 
 

@@ -25,10 +25,11 @@ from epcomm import (
     StandardDispatcher,
     TopKOutput,
 )
+from epcomm.dispatchers.checks import NeedGrad
 from epcomm.experts import AnyDispatcher
 from epcomm.ops.slots import gather_rows
 from epcomm.testing.data import BatchSpec, make_weights, random_ids
-from epcomm.types import WeightsAppliedBy
+from epcomm.types import WeightsAppliedBy, WireTensor
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -60,12 +61,30 @@ class Kind:
     trains: bool = True
 
 
+class BegunDispatcher(DeepEPNormalDispatcher):
+    """Makes its calls on the thread of transfers."""
+
+    def dispatch(
+        self,
+        hidden_states: Tensor | WireTensor,
+        topk: TopKOutput,
+        *,
+        experts_need_grad: NeedGrad = False,
+    ) -> RowsDispatchOutput:
+        assert self.is_asynchronous, "CPU ranks over gloo"
+        return self.dispatch_async(hidden_states, topk, experts_need_grad=experts_need_grad).wait()
+
+    def combine(self, combine_input: RowsCombineInput) -> Tensor:
+        return self.combine_async(combine_input).wait()
+
+
 COLLECTIVE = EPConfig(max_tokens_per_rank=M, backend="collective")
 KINDS = {
     "collective": Kind(dispatcher=DeepEPNormalDispatcher, config=COLLECTIVE),
     "shared_memory": Kind(
         dispatcher=DeepEPNormalDispatcher, config=replace(COLLECTIVE, backend="shared_memory")
     ),
+    "begun": Kind(dispatcher=BegunDispatcher, config=COLLECTIVE),
     "budget": Kind(
         dispatcher=DeepEPNormalDispatcher,
         config=replace(COLLECTIVE, max_recv_slots=NUM_RANKS * M * K),

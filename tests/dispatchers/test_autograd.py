@@ -66,7 +66,7 @@ def test_gradients_of_rows_outlive_the_buffers_next_call() -> None:
 
 def test_combine_without_gradients_makes_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
-    monkeypatch.setattr(autograd._Combine, "apply", made.append)
+    monkeypatch.setattr(autograd._Call, "apply", made.append)
     rows = torch.ones(NUM_ROWS, HIDDEN)
     y = combine_rows(cast(Buffer, OneMemoryBuffer()), combine_input_of(rows), torch.float32)
     assert not made

@@ -99,10 +99,17 @@ def _lose(scenario: Scenario, group: EPGroup, folder: Path) -> tuple[str, float,
 
     def call(fault_phase: str | None) -> None:
         come_to("dispatch", fault_phase)
-        out = dispatcher.dispatch(x, topk)
+        if scenario.begins:
+            assert dispatcher.is_asynchronous, "CPU ranks over gloo"
+            out = dispatcher.dispatch_async(x, topk).wait()
+        else:
+            out = dispatcher.dispatch(x, topk)
         come_to("combine", fault_phase)
-        rows = out.hidden_states.data
-        y = dispatcher.combine(out.combine_input(rows, rows_per=RowsPer.ROW))
+        results = out.combine_input(out.hidden_states.data, rows_per=RowsPer.ROW)
+        if scenario.begins:
+            y = dispatcher.combine_async(results).wait()
+        else:
+            y = dispatcher.combine(results)
         come_to("backward", fault_phase)
         y.sum().backward()
 

@@ -38,6 +38,7 @@ class Scenario:
     store_host: the rank that answers for the store of the process group; None: another process, as
         under torchrun; of several hosts it is on the first.
     destroys: ranks destroy the process group before they end.
+    begins: the calls run on the thread of transfers, forward and backward.
     num_hosts: simulated hosts (tests/hosts/network.py) with equally many ranks; 1: ranks are on
         this machine.
     """
@@ -48,6 +49,7 @@ class Scenario:
     lost_ranks: tuple[int, ...] = (2,)
     store_host: int | None = None
     destroys: bool = True
+    begins: bool = False
     num_ranks: int = 4
     num_hosts: int = 1
 
@@ -57,7 +59,9 @@ class Scenario:
         host = "" if self.store_host is None else f"-store{self.store_host}"
         end = "" if self.destroys else "-undestroyed"
         on_hosts = "" if self.num_hosts == 1 else f"-hosts{self.num_hosts}"
-        return f"{self.transport}-{self.fault}-{self.phase}-rank{ranks}{host}{end}{on_hosts}"
+        begun = "-begun" if self.begins else ""
+        call = f"{self.transport}-{self.fault}-{self.phase}{begun}"
+        return f"{call}-rank{ranks}{host}{end}{on_hosts}"
 
     def host_of(self, rank: int) -> int:
         return rank * self.num_hosts // self.num_ranks

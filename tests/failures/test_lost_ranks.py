@@ -46,6 +46,10 @@ OTHERS = [
     Scenario(transport="shared_memory", fault="stopped", phase="combine"),
     Scenario(transport="shared_memory", fault="late", phase="dispatch"),
     Scenario(fault="late", phase="backward"),
+    Scenario(fault="killed", phase="dispatch", begins=True),
+    Scenario(fault="stopped", phase="combine", begins=True),
+    Scenario(fault="killed", phase="backward", begins=True),
+    Scenario(transport="shared_memory", fault="stopped", phase="combine", begins=True),
     Scenario(fault="stopped", phase="combine", lost_ranks=(1,), destroys=False),
     Scenario(fault="killed", phase="combine", lost_ranks=(1, 3)),
     # The store of the process group is lost with the rank, or a survivor serves it.

@@ -32,6 +32,21 @@ def test_benchmark_writes_what_it_measures(monkeypatch: pytest.MonkeyPatch) -> N
         assert each["ms"]["total_without_grouping"]["p50"] > 0
 
 
+def test_exposed_shares_are_written() -> None:
+    sizes = "--tokens 64 --hidden 64 --intermediate 64 --shared 64 --iterations 2 --warm-up 1"
+    with shared_folder() as folder:
+        output = folder / "result.json"
+        program = REPO / "benchmarks/hosts/bench_exposed.py"
+        run_program(program, *sizes.split(), "--output", str(output))
+        if dist.get_rank() != 0:
+            return
+        written = json.loads(output.read_text())
+    assert list(written["exposed"]) == ["none", "chunks"]
+    assert written["gloo_cpu"] > 0
+    # Two messages each way, and two in backward.
+    assert written["ms"]["exchange"] > written["ms"]["dispatch and combine"] > 0
+
+
 def test_every_step_of_training_agrees_with_one_process() -> None:
     printed = run_program(REPO / "examples/train_qwen3_moe.py", *TRAINING.split())
     if dist.get_rank() == 0:

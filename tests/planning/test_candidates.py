@@ -73,9 +73,13 @@ def test_a_plan_and_its_buffer_take_one_exchange_each(monkeypatch: pytest.Monkey
         monkeypatch.setattr(group.collectives, "all_gather", counted)
         config = EPConfig(mode="normal", backend="collective", max_tokens_per_rank=8)
         chosen = plan(config, SPEC, group, weights=weights())
-        group.open_buffer(chosen.prefill.buffer, chosen.prefill.buffer_spec)
-    # The record follows the header with which every call begins.
-    assert phases == ["plan, records", "open_buffer, records"]
+        spec = chosen.prefill.buffer_spec
+        group.open_buffer(chosen.prefill.buffer, spec)
+        group.open_buffer(chosen.prefill.buffer, replace(spec, max_tokens_per_rank=4))
+    # The record follows the header with which every call begins. The first buffer of a group also
+    # connects its ranks for calls that are begun.
+    opened = "open_buffer, records"
+    assert phases == ["plan, records", opened, "dividing the ranks", opened]
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -151,6 +155,7 @@ OTHER_CONFIG = {
     "deterministic": True,
     "sum_groups": 4,
     "block_tokens": 4,
+    "chunks": 2,
     "record_load": True,
 }
 OTHER_SPEC = {"hidden_size": 32, "num_experts": 12, "top_k": 3, "dtype": torch.bfloat16}

@@ -244,7 +244,7 @@ class _StubOfLayer(nn.Module):
         self.config = EPConfig(router=Router.REFERENCE)
         self.group = SimpleNamespace(device=torch.device("cpu"), where="in a probe", calls=None)
 
-    def forward(self, hidden: Tensor, topk: TopKOutput, *, decode: bool | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, topk: TopKOutput, **_: object) -> Tensor:
         factors = (self.slopes[topk.topk_ids] * topk.topk_weights).sum(-1, keepdim=True)
         return hidden * factors
 

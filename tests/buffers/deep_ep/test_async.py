@@ -15,10 +15,13 @@ from epcomm import (
     DeepEPLowLatencyDispatcher,
     EPConfig,
     EPGroup,
+    ExpertParallelExperts,
+    ExpertWeights,
     HandleError,
     MaskedDispatchOutput,
     MoESpec,
     TopKOutput,
+    interleave,
 )
 from epcomm.integrations.deep_ep.checks import Absent
 from epcomm.testing.buffer_suite import BATCH_SPECS, check_batch
@@ -103,6 +106,25 @@ def opened() -> Iterator[tuple[EPGroup, DeepEPLowLatencyDispatcher]]:
 def identity(out: object) -> Any:  # noqa: ANN401 - the input of combine, whose kind out knows
     assert isinstance(out, MaskedDispatchOutput)
     return out.combine_input(out.hidden_states.data)
+
+
+def test_micro_batches_decode_in_turn(receipts: list[str]) -> None:
+    with install("v1"), EPGroup() as group, torch.no_grad():
+        torch.manual_seed(0)
+        weights = ExpertWeights(
+            gate_up_proj=torch.randn(NUM_EXPERTS, 32, HIDDEN_SIZE, dtype=torch.bfloat16) / 64,
+            down_proj=torch.randn(NUM_EXPERTS, HIDDEN_SIZE, 16, dtype=torch.bfloat16) / 8,
+        )
+        layer = ExpertParallelExperts(weights, group, CONFIG, top_k=TOP_K)
+        batches = [make_batch(group, number) for number in range(2)]
+        expected = [layer(each.x, each.topk, decode=True) for each in batches]
+        receipts.clear()
+        ys = interleave(*(layer.steps(each.x, each.topk, decode=True) for each in batches))
+        assert all(map(torch.equal, ys, expected))
+        # One batch after the other would combine the first before it dispatches the second.
+        assert receipts == [
+            f"{name} {number}" for name in ("dispatch", "combine") for number in (3, 4)
+        ]
 
 
 def test_nothing_is_received_before_wait(receipts: list[str]) -> None:

@@ -19,7 +19,7 @@ from epcomm import EPGroup, Mode
 from epcomm.buffers.base import Buffer, Dispatched, RowTopkDispatched
 from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkStaticBuffer
 from epcomm.calls.call import DispatchCall, RowTopkCall
-from epcomm.dispatchers.autograd import combine_rows, dispatch_rows, with_history
+from epcomm.dispatchers.autograd import Sending, combine_rows, dispatch_rows
 from epcomm.errors import CapacityError, EPTimeout, HandleError
 from epcomm.kernels.nvlink.common.plan_parts import NVLinkNormalExchangePlan
 from epcomm.ops.slots import gather_rows, row_topk
@@ -414,7 +414,7 @@ def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
     weights = call.topk_weights.clone().requires_grad_()
     call = replace(call, hidden_states=x, topk_weights=weights, flags=TRAINS)
     out = dispatch_rows(buffer, call)
-    rows, slot_weights = with_history(buffer, call, out, packs=False)
+    rows, slot_weights = Sending(buffer=buffer, dtype=x.dtype).with_history(call, out)
     slots = gather_rows(rows.data, out.index)
     handle = Handle(owner=buffer, num_tokens=len(x))
     handle.open(out.exchange_plan, call=1, needs_backward=True)

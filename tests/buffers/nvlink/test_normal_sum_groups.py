@@ -16,7 +16,7 @@ from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkStaticBuffer
 from epcomm.buffers.nvlink.normal_row_budget import NVLinkRowBudgetBuffer
 from epcomm.buffers.sizes import CallShape
 from epcomm.calls.call import DispatchCall
-from epcomm.dispatchers.autograd import combine_rows, dispatch_rows, with_history
+from epcomm.dispatchers.autograd import Sending, combine_rows, dispatch_rows
 from epcomm.ops.slots import dot_rows, gather_rows
 from epcomm.protocol import BatchFlags
 from epcomm.records import Handle, RowsCombineInput
@@ -70,7 +70,8 @@ def run(buffer: Any, batch: Batch, part: slice, rank: int, *, trains: bool) -> l
     call.topk_ids.fill_(-1)
     rows, slot_weights = out.rows, out.slot_weights
     if trains:
-        rows, slot_weights = with_history(buffer, call, out, packs=True)
+        sending = Sending(buffer=buffer, dtype=x.dtype)
+        rows, slot_weights = sending.with_history(call, out, packs=True)
     else:
         rows = WireTensor(data=gather_rows(rows.data, out.index), format=rows.format)
     packed = SimpleNamespace(

@@ -1,0 +1,299 @@
+"""Calls that are begun run on the thread of transfers, in call order, and wait() returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from epcomm import (
+    DeepEPNormalDispatcher,
+    EPConfig,
+    EPError,
+    EPGroup,
+    ExpertParallelExperts,
+    HandleError,
+    RowsCombineInput,
+    RowsDispatchOutput,
+    TopKOutput,
+)
+from epcomm.buffers.collective.all_to_all import RowsBuffer, SendPlan
+from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, make_weights
+from tests.cases.recorder import LIMIT_S, Recorder
+
+BACKENDS = ("collective", "shared_memory")
+# Rank 0 has no tokens.
+BATCH = BatchSpec(
+    tokens_of_rank=lambda rank, world_size: 3 * rank,
+    choose_ids=holed_ids,
+    hidden_size=16,
+    num_local_experts=2,
+)
+
+
+class Rank:
+    """A layer of one rank over `backend`, and its batch."""
+
+    def __init__(self, group: EPGroup, backend: str) -> None:
+        config = EPConfig(backend=backend, mode="normal", max_tokens_per_rank=64)
+        weights = make_weights(BATCH, group.world_size)
+        self.group = group
+        self.layer = ExpertParallelExperts(weights, group, config, top_k=BATCH.top_k)
+        self.batch = make_batch(BATCH, group.rank, group.world_size)
+        found = self.layer.phases.prefill
+        assert isinstance(found, DeepEPNormalDispatcher), "the mode is normal"
+        self.dispatcher = found
+
+    def results(self, out: RowsDispatchOutput) -> RowsCombineInput:
+        found = self.layer.runner.run(out, self.layer.weights)
+        assert isinstance(found, RowsCombineInput), "the buffer returns rows"
+        return found
+
+    def begun(self, x: Tensor, topk: TopKOutput) -> Tensor:
+        """Compute the layer by begun calls."""
+        pending = self.dispatcher.dispatch_async(x, topk, experts_need_grad=True)
+        return self.dispatcher.combine_async(self.results(pending.wait())).wait()
+
+    def check_usable(self) -> None:
+        with torch.no_grad():
+            y = self.begun(self.batch.x, self.batch.topk)
+            assert torch.equal(y, self.layer(self.batch.x, self.batch.topk))
+
+
+@contextmanager
+def rank_over(backend: str) -> Iterator[Rank]:
+    with EPGroup() as group:
+        yield Rank(group, backend)
+
+
+def gradients(
+    rank: Rank, batch: RankBatch, run: Callable[[Tensor, TopKOutput], Tensor]
+) -> list[Tensor]:
+    """Return y and all gradients of a layer that `run` computes."""
+    x, weights = batch.x.clone().requires_grad_(), batch.topk_weights.clone().requires_grad_()
+    rank.layer.zero_grad()
+    y = run(x, TopKOutput(topk_ids=batch.topk_ids, topk_weights=weights))
+    (y * batch.dy).sum().backward()
+    found = [x.grad, weights.grad, *(each.grad for each in rank.layer.parameters())]
+    return [y.detach(), *(each.clone() for each in found if each is not None)]
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_begun_calls_return_the_bits_of_calls(backend: str, num_ranks: int) -> None:
+    with rank_over(backend) as rank:
+        rank.check_usable()
+        found = gradients(rank, rank.batch, rank.begun)
+        expected = gradients(rank, rank.batch, rank.layer)
+        assert len(found) == len(expected) == 5
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+class Beside(torch.autograd.Function):
+    """A node whose backward runs a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[], None]) -> Tensor:  # noqa: ANN401
+        ctx.run = run
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # noqa: ANN401
+        ctx.run()
+        return grad, None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_are_sent_while_the_caller_computes(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(monkeypatch)
+    with rank_over(backend) as rank:
+        batch = make_batch(BATCH, 1, 2)
+        x, leaf = batch.x.clone().requires_grad_(), torch.ones(2, requires_grad=True)
+
+        begun = rank.dispatcher.dispatch_async(x, batch.topk)
+        beside = Beside.apply(leaf, lambda: recorder.compute_until("combine", 2))
+        recorder.compute_until("dispatch", 1)
+        out = begun.wait()
+
+        begun_sums = rank.dispatcher.combine_async(rank.results(out))
+        beside += Beside.apply(leaf, lambda: recorder.compute_until("cached_dispatch", 1))
+        recorder.compute_until("combine", 1)
+        y = begun_sums.wait()
+
+        (y.sum() + beside.sum()).backward()
+        assert recorder.ended == {"dispatch": 1, "combine": 2, "cached_dispatch": 1}
+        assert recorder.on_caller == 0
+        assert rank.group.traffic()[backend].dispatch_bytes > 0
+        assert rank.group.traffic()[backend].combine_bytes > 0
+        assert x.grad is not None
+
+
+@pytest.mark.ranks(2)
+def test_collectives_of_the_caller_run_beside_calls_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 sends its rows after its all-reduce, and rank 0 before it."""
+    with rank_over("collective") as rank:
+        may_send, dispatch = Event(), RowsBuffer.dispatch
+
+        def late(*args: Any) -> Any:  # noqa: ANN401
+            assert may_send.wait(LIMIT_S)
+            return dispatch(*args)
+
+        if rank.group.rank == 1:
+            monkeypatch.setattr(RowsBuffer, "dispatch", late)
+        begun = rank.dispatcher.dispatch_async(rank.batch.x, rank.batch.topk)
+        ones = torch.ones(1000)
+        dist.all_reduce(ones)
+        may_send.set()
+        assert (ones == 2).all()
+        rank.dispatcher.combine(rank.results(begun.wait()))
+        monkeypatch.undo()
+        rank.check_usable()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_call_follows_the_calls_begun_before(backend: str) -> None:
+    with rank_over(backend) as rank, torch.no_grad():
+        x, topk = rank.batch.x, rank.batch.topk
+        expected = rank.layer(x, topk)
+        begun = rank.dispatcher.dispatch_async(x, topk)
+        assert torch.equal(rank.layer(2 * x, topk), rank.layer(2 * x, topk))
+        begun.wait()
+        begun = rank.dispatcher.dispatch_async(x, topk)
+        # An agreement of all ranks, which compares calls too.
+        ExpertParallelExperts(
+            make_weights(BATCH, 2), rank.group, rank.layer.config, top_k=BATCH.top_k
+        )
+        y = rank.dispatcher.combine(rank.results(begun.wait()))
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backward_of_a_call_follows_the_calls_begun_before(backend: str) -> None:
+    with rank_over(backend) as rank:
+        x = rank.batch.x.clone().requires_grad_()
+        expected = gradients(rank, rank.batch, rank.layer)[1]
+        y = rank.layer(x, rank.batch.topk)
+        with torch.no_grad():
+            begun = rank.dispatcher.dispatch_async(rank.batch.x, rank.batch.topk)
+        (y * rank.batch.dy).sum().backward()
+        begun.wait()
+        assert x.grad is not None
+        assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("next_call", ["dispatch", "combine", "close"])
+@pytest.mark.parametrize("kind", ["dispatch", "combine"])
+@pytest.mark.parametrize("droppers", [(0,), (0, 1)], ids=["rank 0", "all ranks"])
+def test_a_call_that_is_never_waited_for_is_reported(
+    kind: str, next_call: str, droppers: tuple[int, ...]
+) -> None:
+    with EPGroup() as group, torch.no_grad():
+        rank = Rank(group, "collective")
+        dispatcher, x, topk = rank.dispatcher, rank.batch.x, rank.batch.topk
+        results = [rank.results(dispatcher.dispatch(x, topk)) for _ in range(2)]
+
+        def begin() -> Any:  # noqa: ANN401
+            if kind == "dispatch":
+                return dispatcher.dispatch_async(x, topk)
+            return dispatcher.combine_async(results[0])
+
+        pending = begin()
+        if group.rank not in droppers:
+            pending.wait()
+        del pending
+        calls = {
+            "dispatch": lambda: dispatcher.dispatch(x, topk),
+            "combine": lambda: dispatcher.combine(results[1]),
+            "close": group.close,
+        }
+        if next_call == "close" and group.rank not in droppers:
+            return
+        told = (
+            f"{kind} of dispatcher 1 .normal.: the call was begun as number 1 and never waited for"
+            if group.rank in droppers
+            else f"{next_call}: a call that was begun and never waited for on rank 0"
+        )
+        with pytest.raises(HandleError, match=told):
+            calls[next_call]()
+        if next_call != "close":
+            rank.check_usable()
+            dispatcher.combine(results[1])
+
+
+@pytest.mark.ranks(2)
+def test_a_call_that_nobody_waits_for_in_time_is_reported_by_close() -> None:
+    group = EPGroup()
+    rank = Rank(group, "collective")
+    begun = rank.dispatcher.dispatch_async(rank.batch.x, rank.batch.topk)
+    with pytest.raises(HandleError, match=r"dispatch of dispatcher 1 .* never waited for"):
+        group.close()
+    group.close()
+    with pytest.raises(HandleError, match="closed"):
+        rank.dispatcher.dispatch_async(rank.batch.x, rank.batch.topk)
+    del begun
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_failure_on_the_thread_is_raised_by_wait_on_all_ranks(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rank_over(backend) as rank:
+        headers, failures = SendPlan.headers, [OSError("no memory")]
+
+        def fail_once(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            if failures:
+                raise failures.pop()
+            return headers(*args, **kwargs)
+
+        if rank.group.rank == 1:
+            monkeypatch.setattr(SendPlan, "headers", fail_once)
+        begun = rank.dispatcher.dispatch_async(rank.batch.x, rank.batch.topk)
+        error, told = (EPError, "rank 1") if rank.group.rank == 0 else (OSError, "no memory")
+        with pytest.raises(error, match=told):
+            begun.wait()
+        rank.check_usable()
+
+
+class Seeing(TorchDispatchMode):
+    def __torch_dispatch__(  # type: ignore[override]
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks(2)
+def test_calls_are_not_begun_where_a_mode_must_see_them() -> None:
+    with rank_over("collective") as rank, Seeing():
+        assert not rank.dispatcher.is_asynchronous
+        begun = rank.dispatcher.dispatch_async(rank.batch.x, rank.batch.topk)
+        rank.dispatcher.combine_async(rank.results(begun.wait())).wait()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_begun_calls_share_memory_with_calls_in_inference_mode(backend: str) -> None:
+    with rank_over(backend) as rank:
+        for is_inference in (True, False, True):
+            with torch.inference_mode(is_inference):
+                rank.check_usable()

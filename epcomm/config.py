@@ -274,10 +274,10 @@ def _check_scales(dtype: WireDtype | None, scales: ScaleDtype | None) -> None:
     asked = f"dispatch_scales is {scales.value!r} with dispatch_dtype {dtype.value!r}"
     if not dtype.is_quantized:
         raise ConfigError(f"EPConfig: {asked}, whose rows have no scales; leave one of them None")
-    if dtype is WireDtype.INT8 and scales is ScaleDtype.POWER_OF_TWO:
+    if dtype is not WireDtype.FP8_E4M3 and dtype.scale_dtype is not scales.torch_dtype:
         raise ConfigError(
-            f"EPConfig: {asked}, whose scales are float32; take fp8_e4m3, or leave dispatch_scales "
-            "None"
+            f"EPConfig: {asked}, whose scales are {dtype.scale_dtype}; take fp8_e4m3, or leave "
+            "dispatch_scales None"
         )
 
 

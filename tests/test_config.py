@@ -9,15 +9,15 @@ from epcomm import ConfigError, EPConfig, Int8Profile, Mode, ScaleDtype, WireDty
 from epcomm.config import Router
 
 MODES = "['standard', 'normal', 'low_latency', 'auto', 'fuseep']"
-DTYPES = "['bf16', 'fp16', 'fp32', 'fp64', 'fp8_e4m3', 'int8']"
+DTYPES = [dtype.value for dtype in WireDtype]
 FIELDS = sorted(field.name for field in dataclasses.fields(EPConfig))
 BAD_VALUES: list[tuple[dict[str, object], str]] = [
     ({"mode": "fast"}, f"mode is 'fast', expected one of {MODES}"),
     ({"dispatch_dtype": "tf32"}, f"dispatch_dtype is 'tf32', expected one of {DTYPES}"),
     (
         {"dispatch_dtype": "int8", "dispatch_scales": "power_of_two"},
-        "dispatch_scales is 'power_of_two' with dispatch_dtype 'int8', whose scales are float32; "
-        "take fp8_e4m3, or leave dispatch_scales None",
+        "dispatch_scales is 'power_of_two' with dispatch_dtype 'int8', whose scales are "
+        "torch.float32; take fp8_e4m3, or leave dispatch_scales None",
     ),
     (
         {"dispatch_dtype": "bf16", "dispatch_scales": "float32"},

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from epcomm.config import EPConfig
 from epcomm.errors import ConfigError
-from epcomm.quantization import QUANTIZED_FORMATS
 from epcomm.spec import BufferSpec, MoESpec
 from epcomm.types import ScaleDtype, WireDtype, WireFormat
 
@@ -80,8 +79,7 @@ def _dispatch_format(config: EPConfig, hidden_format: WireFormat, wanted: WireFo
     if config.dispatch_scales is None:
         return chosen
     scales = ScaleDtype(config.dispatch_scales)
-    is_float32 = scales is ScaleDtype.FLOAT32
-    if chosen.dtype is WireDtype.FP8_E4M3 or (chosen.dtype is WireDtype.INT8 and is_float32):
+    if chosen.dtype is WireDtype.FP8_E4M3 or chosen.scale_dtype is scales.torch_dtype:
         return replace(chosen, scale_dtype=scales.torch_dtype)
     asked = "None" if dtype is None else dtype.value
     raise ConfigError(
@@ -95,13 +93,13 @@ def _wire_format(dtype: WireDtype, hidden_format: WireFormat, wanted: WireFormat
     """Return the format that a configured dispatch_dtype means."""
     if dtype is wanted.dtype:
         return wanted
-    if dtype in QUANTIZED_FORMATS:
-        return QUANTIZED_FORMATS[dtype]
+    if dtype.is_quantized:
+        return WireFormat(dtype=dtype)
     # Experts in eight bits return one dtype; _hidden_format() has followed any other choice.
     if dtype is not hidden_format.dtype:
         raise ConfigError(
             f"plan: dispatch_dtype is {dtype.value}, but the hidden states are {hidden_format}; "
-            "expected that, fp8_e4m3 or int8, or None"
+            "expected that, a quantised format, or None"
         )
     return hidden_format
 

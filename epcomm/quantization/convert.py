@@ -12,14 +12,13 @@ from torch import Tensor
 
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.platforms.cuda import importing_triton
-from epcomm.quantization.fp8 import restore, write_fp8
+from epcomm.quantization.floats import restore, write_floats
 from epcomm.quantization.int8 import INT8_PER_TOKEN, write_int8
 from epcomm.quantization.scale_layout import row_major
 from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, WireDtype, WireFormat, WireTensor
 
 # These dtypes are exact in float32, in which all arithmetic is done.
 _INPUT_DTYPES = frozenset(dtype.torch_dtype for dtype in QUANTIZABLE_DTYPES)
-_FP8_SCALES = (torch.float32, torch.float8_e8m0fnu)
 
 
 class Quantizer(Protocol):
@@ -39,11 +38,11 @@ class Quantizer(Protocol):
 class Writers:
     """Functions that write the codes and scales of hidden states into a checked wire tensor."""
 
-    fp8: Callable[[Tensor, WireTensor], None]
+    floats: Callable[[Tensor, WireTensor], None]
     int8: Callable[[Tensor, WireTensor, Int8Profile], None]
 
 
-_PLAIN = Writers(fp8=write_fp8, int8=write_int8)
+_PLAIN = Writers(floats=write_floats, int8=write_int8)
 
 
 def quantize(
@@ -74,12 +73,12 @@ def quantize(
     """
     if wire_format.dtype.is_quantized:
         _check_format("quantize", wire_format)
-        _check_hidden_states(hidden_states)
+        _check_hidden_states(hidden_states, wire_format)
         wire = _output_for(hidden_states, wire_format, out)
         if wire_format.dtype is WireDtype.INT8:
             writers.int8(hidden_states, wire, profile)
         else:
-            writers.fp8(hidden_states, wire)
+            writers.floats(hidden_states, wire)
         return wire
     data = hidden_states.to(wire_format.dtype.torch_dtype)
     if out is None:
@@ -103,9 +102,9 @@ def quantizer_for(device: torch.device) -> Quantizer:
 @cache
 def _load_triton() -> Writers:
     with importing_triton("quantizer_for"):
-        from epcomm.kernels.quantize.fp8 import quantize_fp8_triton
+        from epcomm.kernels.quantize.fp8 import quantize_floats_triton
         from epcomm.kernels.quantize.int8 import quantize_int8_triton
-    return Writers(fp8=quantize_fp8_triton, int8=quantize_int8_triton)
+    return Writers(floats=quantize_floats_triton, int8=quantize_int8_triton)
 
 
 def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:
@@ -121,20 +120,14 @@ def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check_format(caller: str, wire_format: WireFormat) -> None:
-    if wire_format.dtype is WireDtype.INT8:
-        is_known, expected = wire_format == INT8_PER_TOKEN, f"{INT8_PER_TOKEN} (one scale a row)"
-        scales = "torch.float32"
-    else:
-        is_known, expected = wire_format.scale_dtype in _FP8_SCALES, WireDtype.FP8_E4M3.value
-        scales = "torch.float32 or torch.float8_e8m0fnu"
-    if not is_known:
+    if wire_format.dtype is WireDtype.INT8 and wire_format != INT8_PER_TOKEN:
         raise ConfigError(
-            f"{caller}: format is {wire_format} with scales {wire_format.scale_dtype}, expected "
-            f"{expected} with scales {scales}; choose another wire format"
+            f"{caller}: format is {wire_format}, expected {INT8_PER_TOKEN} (one scale a row); "
+            "choose another wire format"
         )
 
 
-def _check_hidden_states(hidden_states: Tensor) -> None:
+def _check_hidden_states(hidden_states: Tensor, wire_format: WireFormat) -> None:
     if hidden_states.dtype not in _INPUT_DTYPES:
         raise ShapeError(
             f"quantize: hidden_states are {hidden_states.dtype}, expected bfloat16, float16 or "
@@ -145,6 +138,11 @@ def _check_hidden_states(hidden_states: Tensor) -> None:
             f"quantize: hidden_states have shape {list(hidden_states.shape)}, expected [..., T, H] "
             "with H of at least 1; add the missing dimension"
         )
+    if hidden_states.shape[-1] % wire_format.dtype.per_item:
+        raise ShapeError(
+            f"quantize: H is {hidden_states.shape[-1]}, expected a multiple of "
+            f"{wire_format.dtype.per_item} for {wire_format}; choose another wire format"
+        )
 
 
 def _output_for(
@@ -152,8 +150,9 @@ def _output_for(
 ) -> WireTensor:
     """Return `out` after checking it, or new contiguous memory where it is None."""
     data_dtype, scale_dtype = wire_format.dtype.torch_dtype, wire_format.scale_dtype
-    shape, device = list(hidden_states.shape), hidden_states.device
-    scale_shape = [*shape[:-1], wire_format.num_scales(shape[-1])]
+    *rows, hidden_size = hidden_states.shape
+    shape, device = [*rows, wire_format.num_items(hidden_size)], hidden_states.device
+    scale_shape = [*rows, wire_format.num_scales(hidden_size)]
     if out is None:
         return WireTensor(
             data=hidden_states.new_empty(shape, dtype=data_dtype),

@@ -489,8 +489,7 @@ def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Te
     """
     table = out.index.slots_of_row
     assert table is not None, "this suite reads rows through the index"
-    num_rows, hidden_size = out.rows.data.shape
-    rows = results.new_full((num_rows, hidden_size), float("nan"))
+    rows = results.new_full((len(table), out.rows.hidden_size), float("nan"))
     made = sum_dtype(results.dtype)
     scalars = scale.new_zeros(table.shape, dtype=made)
     for row, slots in enumerate(table.tolist()):

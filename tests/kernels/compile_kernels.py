@@ -372,7 +372,7 @@ def quantize_to_fp8(dtype: torch.dtype, scales: torch.dtype, *, has_e4m3: bool =
         format=WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=scales),
         scales=rows(4, 56, scales, MESSAGE),
     )
-    quantize_fp8.quantize_fp8_triton(rows(4, HIDDEN, dtype), wire)
+    quantize_fp8.quantize_floats_triton(rows(4, HIDDEN, dtype), wire)
 
 
 def quantize_to_int8(dtype: torch.dtype, profile: Int8Profile) -> None:

@@ -20,11 +20,12 @@ def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFo
         )
     hidden_format = _hidden_format(config, spec, wanted)
     dispatch_format = _dispatch_format(config, hidden_format, wanted)
-    if dispatch_format.dtype.is_quantized and hidden_format.dtype is WireDtype.FP64:
-        raise ConfigError(
-            f"plan: rows are sent as {dispatch_format}, but the hidden states are {hidden_format}; "
-            "expected bf16, fp16 or fp32, of which eight bits are made, or dispatch_dtype None"
-        )
+    combine_format = None
+    if config.combine_dtype is not None:
+        combine_format = WireFormat(dtype=config.combine_dtype)
+    for wire, field in ((dispatch_format, "dispatch_dtype"), (combine_format, "combine_dtype")):
+        if wire is not None:
+            _check_quantized(wire, field, hidden_format, spec.hidden_size)
     _check_int8_profile(config, dispatch_format, wanted)
     _check_sum_groups(config, spec, world_size)
     return BufferSpec(
@@ -33,6 +34,7 @@ def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFo
         num_local_experts=spec.num_experts // world_size,
         dispatch_format=dispatch_format,
         hidden_format=hidden_format,
+        combine_format=combine_format,
         max_tokens_per_rank=config.max_tokens_per_rank,
         max_recv_slots=config.max_recv_slots,
         compares_calls=config.check_calls,
@@ -42,6 +44,22 @@ def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFo
         # Replicas and moved experts spread the experts of a group over ranks.
         sums_at_source=config.sum_groups is not None and config.redundant_experts is not None,
     )
+
+
+def _check_quantized(
+    wire: WireFormat, field: str, hidden_format: WireFormat, hidden_size: int
+) -> None:
+    """Refuse a format that hidden states of this dtype and size cannot be quantised to."""
+    if wire.dtype.is_quantized and hidden_format.dtype is WireDtype.FP64:
+        raise ConfigError(
+            f"plan: rows are sent as {wire}, but the hidden states are {hidden_format}; expected "
+            f"bf16, fp16 or fp32, which can be quantised, or {field} None"
+        )
+    if hidden_size % wire.dtype.per_item:
+        raise ConfigError(
+            f"plan: rows are sent as {wire}, but hidden_size is {hidden_size}; expected a multiple "
+            f"of {wire.dtype.per_item}, or another {field}"
+        )
 
 
 def _check_sum_groups(config: EPConfig, spec: MoESpec, world_size: int) -> None:
@@ -58,6 +76,12 @@ def _check_sum_groups(config: EPConfig, spec: MoESpec, world_size: int) -> None:
         raise ConfigError(
             f"plan: sum_groups is {groups}, expected a multiple of the {world_size} ranks, because "
             "a rank holds whole groups; use a multiple that divides the number of experts"
+        )
+    if config.redundant_experts is not None and config.combine_dtype is not None:
+        raise ConfigError(
+            f"plan: combine_dtype is {config.combine_dtype.value} with sum_groups and "
+            "redundant_experts, where results return before they are summed, and their sums would "
+            "have other bits than without redundant_experts; leave one of the three None"
         )
 
 

@@ -128,7 +128,7 @@ def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
     # Headers of 139 words, 8 B each, to 3 other ranks.
     assert lines[:5] == [
         "mode normal on backend collective (CollectiveBuffer), 4 ranks with 2 experts each",
-        "wire: dispatch bf16, combine bf16 (backward, too)",
+        "wire: dispatch bf16, combine bf16 (backward bf16)",
         "router weights applied by runner; trainable: True; is capturable: False; "
         "host syncs a dispatch: 1",
         "at most 288 B a token in dispatch, 256 B in combine, and 3336 B of headers a dispatch",
@@ -196,10 +196,10 @@ def int8_weights() -> Int8ChannelWeights:
 )
 def test_wire_format_follows_from_the_experts(experts: ExpertTensors, wire: str) -> None:
     text = plan(EPConfig(), SPEC, world_size=4, weights=experts).explain()
-    assert f"wire: dispatch {wire}, combine bf16 (backward, too)" in text
+    assert f"wire: dispatch {wire}, combine bf16 (backward bf16)" in text
     overridden = EPConfig(dispatch_dtype="bf16")
     text = plan(overridden, SPEC, world_size=4, weights=experts).explain()
-    assert "wire: dispatch bf16, combine bf16 (backward, too)" in text
+    assert "wire: dispatch bf16, combine bf16 (backward bf16)" in text
 
 
 POWERS = ScaleDtype.POWER_OF_TWO

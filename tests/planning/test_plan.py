@@ -261,7 +261,7 @@ class Impossible:
     message: str
 
 
-CARRIED = "of bf16, fp16, fp32, fp64, fp8_e4m3, int8"
+CARRIED = "of bf16, fp16, fp32, fp64, fp8_e4m3, int8, mxfp4, mxfp8, nvfp4"
 IMPOSSIBLE = [
     Impossible(
         id="powers of two for INT8 experts",
@@ -293,7 +293,13 @@ IMPOSSIBLE = [
         experts=int8_weights(),
         config=EPConfig(dispatch_dtype=WireDtype.FP32),
         message="plan: dispatch_dtype is fp32, but the hidden states are bf16; expected that, "
-        "fp8_e4m3 or int8, or None",
+        "a quantised format, or None",
+    ),
+    Impossible(
+        id="sums of groups whose slots return unsummed",
+        experts=weights(32),
+        config=EPConfig(combine_dtype=WireDtype.MXFP8, sum_groups=4, redundant_experts=0),
+        message="plan: combine_dtype is mxfp8 with sum_groups and redundant_experts, where results",
     ),
     Impossible(
         id="INT8 rows for FP8 experts",
@@ -386,8 +392,7 @@ def test_runner_that_does_not_read_the_wire_format_is_rejected_with_all_three(
     chosen = plan(EPConfig(mode="normal", backend="collective"), SPEC, weights=weights(32))
     assert chosen.runner == "reference"
     assert [str(rejection) for rejection in chosen.rejected_runners] == [
-        "grouped_mm: reads fp32, but collective was asked to carry bf16, of bf16, fp16, fp32, "
-        "fp64, fp8_e4m3, int8"
+        f"grouped_mm: reads fp32, but collective was asked to carry bf16, {CARRIED}"
     ]
 
 

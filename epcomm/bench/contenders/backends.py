@@ -20,8 +20,15 @@ from epcomm.testing.data import RankBatch
 from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype
 
 # The largest error of an element as a share of the largest of its row: half a step of E4M3 at 448,
-# where steps are 32, and half a step of INT8 at 127.
-_ROW_ERRORS = {WireDtype.FP8_E4M3: 16 / 448, WireDtype.INT8: 0.5 / 127}
+# where steps are 32, and half a step of INT8 at 127. With powers of two, the largest is above 256
+# or 4, or the step is half as large; the scale of NVFP4 is up to a sixteenth too large.
+_ROW_ERRORS = {
+    WireDtype.FP8_E4M3: 16 / 448,
+    WireDtype.INT8: 0.5 / 127,
+    WireDtype.MXFP8: 16 / 256,
+    WireDtype.MXFP4: 1 / 4,
+    WireDtype.NVFP4: 1 / 6 * (1 + 1 / 16),
+}
 
 
 class Epcomm(Contender[DispatchOutput]):

@@ -14,7 +14,7 @@ from epcomm.quantization import (
     quantizer_for,
 )
 from epcomm.types import align_up
-from tests.quantization.rows import SUBNORMAL_ROW, assert_same_bits, half_neighbours
+from tests.quantization.rows import SUBNORMAL_ROW, all_bfloat16, assert_same_bits, half_neighbours
 from tests.quantization.rows import varied_rows as all_varied_rows
 
 triton = pytest.importorskip("triton")
@@ -90,6 +90,14 @@ def test_rows_of_a_message_are_written_and_nothing_else(
     came = layout.wire_tensor(rows)
     quantize_with_triton(apart[:, :hidden_size], case.format, profile=case.profile, out=came)
     assert torch.equal(rows, expected)
+
+
+@pytest.mark.parametrize("is_shuffled", [False, True], ids=["sorted", "shuffled"])
+@pytest.mark.parametrize("case", CASES[:8], ids=lambda case: case.id)
+def test_all_bfloat16_values(case: Case, is_shuffled: bool, device: torch.device) -> None:
+    # As float32, because the interpreter misreads subnormal bfloat16 numbers.
+    x = all_bfloat16(is_shuffled=is_shuffled).float().to(device)
+    assert_same_bits(quantize_with_triton(x, case.format), quantize(x, case.format))
 
 
 def test_all_ties_and_neighbours_of_e4m3(device: torch.device) -> None:

@@ -154,8 +154,9 @@ def _output_for(
     shape, device = [*rows, wire_format.num_items(hidden_size)], hidden_states.device
     scale_shape = [*rows, wire_format.num_scales(hidden_size)]
     if out is None:
+        # Items have one byte; torch cannot fill 4-bit floats, as its deterministic mode does.
         return WireTensor(
-            data=hidden_states.new_empty(shape, dtype=data_dtype),
+            data=hidden_states.new_empty(shape, dtype=torch.uint8).view(data_dtype),
             format=wire_format,
             scales=hidden_states.new_empty(scale_shape, dtype=scale_dtype),
         )

@@ -150,6 +150,16 @@ def test_quantized_rows_keep_the_contract(
     buffer_suite.run_scenario(scenario, quantized_env(group, case, wire))
 
 
+@pytest.mark.ranks(2, slow=(4,))
+@pytest.mark.parametrize("case", ["normal", "shared_memory"])
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("scenario", ["holes", "traffic", "stand_alone", "combine_faults"])
+def test_quantised_sums_keep_the_contract(scenario: str, wire: str, case: str) -> None:
+    with EPGroup() as group:
+        env = replace(quantized_env(group, case, wire), wire=None, combine=QUANTIZED[wire])
+        buffer_suite.run_scenario(scenario, env)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wire", QUANTIZED)
 @pytest.mark.parametrize("case", CASES)

@@ -375,17 +375,28 @@ def quantize_to_fp8(dtype: torch.dtype, scales: torch.dtype, *, has_e4m3: bool =
     quantize_fp8.quantize_floats_triton(rows(4, HIDDEN, dtype), wire)
 
 
+def quantize_to_micro(dtype: WireDtype) -> None:
+    wire = WireFormat(dtype=dtype)
+    assert wire.scale_dtype is not None, "a quantised format"
+    items, scales = wire.num_items(HIDDEN), wire.num_scales(HIDDEN)
+    data = rows(4, items, torch.uint8, 2 * MESSAGE).view(wire.dtype.torch_dtype)
+    out = WireTensor(data=data, format=wire, scales=rows(4, scales, wire.scale_dtype, MESSAGE))
+    quantize_fp8.quantize_floats_triton(rows(4, HIDDEN, BF16), out)
+
+
 def quantize_to_int8(dtype: torch.dtype, profile: Int8Profile) -> None:
     codes, scales = rows(4, HIDDEN, I8, 2 * MESSAGE), rows(4, 1, torch.float32, MESSAGE)
     wire = WireTensor(data=codes, format=INT8_PER_TOKEN, scales=scales)
     quantize_int8_triton(rows(4, HIDDEN, dtype), wire, profile)
 
 
+MICROSCALED = (WireDtype.MXFP8, WireDtype.MXFP4, WireDtype.NVFP4)
 QUANTIZE: Mapping[str, Callable[[], None]] = {
     "fp8 bf16": partial(quantize_to_fp8, BF16, torch.float32),
     "fp8 fp32": partial(quantize_to_fp8, torch.float32, torch.float32),
     "fp8 powers of two": partial(quantize_to_fp8, BF16, torch.float8_e8m0fnu),
     "fp8 without hardware": partial(quantize_to_fp8, BF16, torch.float32, has_e4m3=False),
+    **{dtype: partial(quantize_to_micro, dtype) for dtype in MICROSCALED},
     "int8 rint127": partial(quantize_to_int8, BF16, Int8Profile.RINT127),
     "int8 div": partial(quantize_to_int8, torch.float32, Int8Profile.DIV),
     "int8 triton": partial(quantize_to_int8, BF16, Int8Profile.TRITON),

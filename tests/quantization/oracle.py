@@ -120,22 +120,21 @@ def micro_rows(x: NDArray[np.float32], name: str) -> MicroRows:
     blocks = x.astype(np.float64).reshape(len(x), -1, block)
     is_finite = np.isfinite(blocks).all(2)
     amax = np.where(is_finite, np.abs(np.where(np.isfinite(blocks), blocks, 0)).max(2), 0)
-    rows = np.ones((len(x), 1), F32)
+    rows: NDArray[np.float32] = np.ones((len(x), 1), F32)
     if name == "nvfp4":
-        rows = F32(np.maximum(amax.max(1, keepdims=True), 2688 * 2.0**-120)) / F32(2688)
-        wanted = np.clip(F32(amax) / F32(6) / rows, F32(2.0**-6), F32(448))
+        rows = np.maximum(amax.max(1, keepdims=True), 2688 * 2.0**-120).astype(F32) / F32(2688)
+        wanted = np.clip(amax.astype(F32) / F32(6) / rows, F32(2.0**-6), F32(448))
         scales = nearest(wanted.astype(np.float64), E4M3)
-        factors = (F32(1) / rows / F32(E4M3[scales])).astype(np.float64)
-        values_of_scales = rows * F32(E4M3[scales])
+        of_blocks = E4M3[scales].astype(F32)
+        factors, values_of_scales = F32(1) / rows / of_blocks, rows * of_blocks
     else:
         # frexp: amax / most = f * 2**e with 0.5 <= f < 1, so that 2**e is as large or larger.
         fraction, exponent = np.frexp(amax / table[-1])
         exponent = np.maximum(np.where(amax > 0, exponent - (fraction == 0.5), -127), -127)
-        scales, factors = exponent + 127, np.ldexp(1.0, -exponent)
+        scales, factors = exponent + 127, np.ldexp(1.0, -exponent).astype(F32)
         values_of_scales = np.ldexp(1.0, exponent).astype(F32)
-    # Products of float32 and what becomes of them, as the rounded product.
     with np.errstate(invalid="ignore", over="ignore"):
-        scaled = F32(blocks) * F32(factors)[:, :, None]
+        scaled = blocks.astype(F32) * factors[:, :, None]
     scaled = np.where(is_finite[:, :, None], scaled, 0)
     codes = nearest(np.abs(scaled).astype(np.float64), table)
     signed = np.where(np.signbit(scaled), -table[codes], table[codes]).astype(F32)

@@ -7,7 +7,13 @@ device has, which returns the same bits.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from epcomm.quantization.convert import Quantizer, dequantize, quantize, quantizer_for
+from epcomm.quantization.convert import (
+    Quantizer,
+    dequantize,
+    dequantizer_for,
+    quantize,
+    quantizer_for,
+)
 from epcomm.quantization.floats import (
     FP8_FLOAT32_SCALES,
     FP8_POWER_OF_TWO_SCALES,
@@ -47,6 +53,7 @@ __all__ = [
     "arrange_scales",
     "check_scales",
     "dequantize",
+    "dequantizer_for",
     "quantize",
     "quantizer_for",
     "row_major",

@@ -107,8 +107,25 @@ def _load_triton() -> Writers:
     return Writers(floats=quantize_floats_triton, int8=quantize_int8_triton)
 
 
-def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:
+def dequantizer_for(device: torch.device) -> Callable[[WireTensor, torch.dtype], Tensor]:
+    """Return the fastest dequantize() for tensors on `device`; on CUDA its rows are [R, H].
+
+    Raises:
+        BackendUnavailable: Triton is missing, which the kernel for CUDA needs.
+    """
+    if device.type != "cuda":
+        return dequantize
+    with importing_triton("dequantizer_for"):
+        from epcomm.kernels.quantize.restore import restore_triton
+    return partial(dequantize, restore=restore_triton)
+
+
+def dequantize(
+    wire: WireTensor, dtype: torch.dtype, *, restore: Callable[[WireTensor], Tensor] = restore
+) -> Tensor:
     """Convert a wire tensor to hidden states [..., R, H] in `dtype`; scales have any layout.
+
+    restore: plain torch, or the kernel of dequantizer_for().
 
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
     Lifetime: an unquantised result may share memory with the wire.

@@ -26,7 +26,7 @@ defines as a block of NaN; its codes are NaN too, or 0 of e2m1, which has none. 
 A. OCP leaves this to the implementation.
 Saturation: none of finite blocks, with these exceptions. |x * (448 / a)| exceeds 448 by rounding at
 most, and rounds back to 448. The scale of nvfp4 is rounded to nearest, so a quotient may exceed 6
-by a sixteenth, and becomes 6, as OCP clamps.
+by a sixteenth, and becomes 6, as OCP clamps. What rounds to 2**128 is restored as an infinity.
 Zeros: codes 0 and a positive scale: a is at least 1e-4 of fp8_e4m3, 2**-127 is the least power of
 two, the scale of a block of nvfp4 is at least 2**-6, the least normal e4m3 number, and A is at
 least 2688 * 2**-120, above which 1 / row / scale cannot overflow. Elements far below a floor round

@@ -110,7 +110,7 @@ def nearest(magnitudes: NDArray[np.float64], table: NDArray[np.float64]) -> NDAr
     """Return the index of the nearest entry, the even one of two; the last of what is larger."""
     above = np.searchsorted(table, magnitudes).clip(1, len(table) - 1)
     low, high = magnitudes - table[above - 1], table[above] - magnitudes
-    takes_high = (high < low) | ((high == low) & (above % 2 == 0))
+    takes_high: NDArray[np.bool_] = (high < low) | ((high == low) & (above % 2 == 0))
     return np.where(takes_high, above, above - 1)
 
 
@@ -118,7 +118,7 @@ def micro_rows(x: NDArray[np.float32], name: str) -> MicroRows:
     """Return rows [R, H] in mxfp8, mxfp4 or nvfp4; H is a multiple of the block."""
     table, block = (E4M3 if name == "mxfp8" else E2M1), 16 if name == "nvfp4" else 32
     blocks = x.astype(np.float64).reshape(len(x), -1, block)
-    is_finite = np.isfinite(blocks).all(2)
+    is_finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(blocks), axis=2)
     amax = np.where(is_finite, np.abs(np.where(np.isfinite(blocks), blocks, 0)).max(2), 0)
     rows: NDArray[np.float32] = np.ones((len(x), 1), F32)
     if name == "nvfp4":
@@ -138,7 +138,8 @@ def micro_rows(x: NDArray[np.float32], name: str) -> MicroRows:
     scaled = np.where(is_finite[:, :, None], scaled, 0)
     codes = nearest(np.abs(scaled).astype(np.float64), table)
     signed = np.where(np.signbit(scaled), -table[codes], table[codes]).astype(F32)
-    values = signed * values_of_scales[:, :, None]
+    with np.errstate(over="ignore"):
+        values = signed * values_of_scales[:, :, None]
     codes += np.signbit(scaled) * (8 if len(table) == 8 else 128)
     # NaN has a code in e4m3 alone.
     nothing = 0x7F if name == "mxfp8" else 0

@@ -70,7 +70,7 @@ from epcomm.ops.slots import (
     slots_by_row,
 )
 from epcomm.protocol import BatchFlags, FaultCode, fault_word
-from epcomm.quantization import dequantize, quantizer_for
+from epcomm.quantization import dequantizer_for, quantizer_for
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import SUM_DTYPES, RowsPer
@@ -498,6 +498,7 @@ class RowsBuffer(OverCollectives, AddsBias):
         self._sum_layout = sum_layout(spec)
         if self._sum_layout is not None:
             self._quantize = quantizer_for(self._collectives.device)
+            self._dequantize = dequantizer_for(self._collectives.device)
         # Memory for the rows that kernels pack during the exchange of headers.
         self._packed = Scratch(self._collectives.device, keeps=self._waits)
 
@@ -678,7 +679,7 @@ class RowsBuffer(OverCollectives, AddsBias):
                 shape,
                 CallKind.COMBINE,
             )
-            return dequantize(sums.wire_tensor(returned), torch.float32), None
+            return self._dequantize(sums.wire_tensor(returned), torch.float32), None
         if row_scalars is None:
             shape = (rows.shape[1], rows.dtype)
             return self._send_sums(make, exchange_plan, shape, CallKind.COMBINE), None

@@ -155,8 +155,6 @@ class EPConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, enum_member(f"EPConfig: {name}", kind, value))
-        scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
-        _check_scales(self.dispatch_dtype, scales)
         sums = sorted(dtype.value for dtype in SUM_DTYPES)
         is_sum = self.combine_dtype is None or self.combine_dtype in SUM_DTYPES
         _expect("combine_dtype", self.combine_dtype, is_sum, f"one of {sums}, or None")
@@ -283,20 +281,6 @@ _READERS: Mapping[str, Callable[[str], object]] = MappingProxyType(
 def _expect(name: str, value: object, is_valid: bool, expected: str) -> None:
     if not is_valid:
         raise ConfigError(f"EPConfig: {name} is {shown(value)}, expected {expected}")
-
-
-def _check_scales(dtype: WireDtype | None, scales: ScaleDtype | None) -> None:
-    """Check that rows have the scales asked for; what the experts need is not known here."""
-    if dtype is None or scales is None:
-        return
-    asked = f"dispatch_scales is {scales.value!r} with dispatch_dtype {dtype.value!r}"
-    if not dtype.is_quantized:
-        raise ConfigError(f"EPConfig: {asked}, whose rows have no scales; leave one of them None")
-    if dtype is not WireDtype.FP8_E4M3 and dtype.scale_dtype is not scales.torch_dtype:
-        raise ConfigError(
-            f"EPConfig: {asked}, whose scales are {dtype.scale_dtype}; take fp8_e4m3, or leave "
-            "dispatch_scales None"
-        )
 
 
 _OPTIONAL_SIZES = (

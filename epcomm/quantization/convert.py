@@ -35,14 +35,15 @@ class Quantizer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Writers:
-    """Functions that write the codes and scales of hidden states into a checked wire tensor."""
+class Codecs:
+    """Functions that write codes and scales into a checked wire tensor, and that restore one."""
 
     floats: Callable[[Tensor, WireTensor], None]
     int8: Callable[[Tensor, WireTensor, Int8Profile], None]
+    restore: Callable[[WireTensor], Tensor]
 
 
-_PLAIN = Writers(floats=write_floats, int8=write_int8)
+_PLAIN = Codecs(floats=write_floats, int8=write_int8, restore=restore)
 
 
 def quantize(
@@ -51,7 +52,7 @@ def quantize(
     *,
     profile: Int8Profile = Int8Profile.RINT127,
     out: WireTensor | None = None,
-    writers: Writers = _PLAIN,
+    codecs: Codecs = _PLAIN,
 ) -> WireTensor:
     """Convert hidden states to a wire format.
 
@@ -60,7 +61,7 @@ def quantize(
         wire_format: the format of the result; an unquantised format casts.
         profile: the arithmetic of INT8, ignored otherwise.
         out: memory for the result, with rows of any stride; None: new tensors.
-        writers: plain torch, or the kernels of quantizer_for().
+        codecs: plain torch, or the kernels of quantizer_for().
 
     Returns:
         Data and row-major scales; scale_layout.arrange_scales() lays scales out for a GEMM.
@@ -76,9 +77,9 @@ def quantize(
         _check_hidden_states(hidden_states, wire_format)
         wire = _output_for(hidden_states, wire_format, out)
         if wire_format.dtype is WireDtype.INT8:
-            writers.int8(hidden_states, wire, profile)
+            codecs.int8(hidden_states, wire, profile)
         else:
-            writers.floats(hidden_states, wire)
+            codecs.floats(hidden_states, wire)
         return wire
     data = hidden_states.to(wire_format.dtype.torch_dtype)
     if out is None:
@@ -96,15 +97,15 @@ def quantizer_for(device: torch.device) -> Quantizer:
     Raises:
         BackendUnavailable: Triton is missing, which the quantiser for CUDA needs.
     """
-    return partial(quantize, writers=_load_triton()) if device.type == "cuda" else quantize
+    return partial(quantize, codecs=_load_triton()) if device.type == "cuda" else quantize
 
 
 @cache
-def _load_triton() -> Writers:
+def _load_triton() -> Codecs:
     with importing_triton("quantizer_for"):
-        from epcomm.kernels.quantize.fp8 import quantize_floats_triton
+        from epcomm.kernels.quantize.fp8 import quantize_floats_triton, restore_triton
         from epcomm.kernels.quantize.int8 import quantize_int8_triton
-    return Writers(floats=quantize_floats_triton, int8=quantize_int8_triton)
+    return Codecs(floats=quantize_floats_triton, int8=quantize_int8_triton, restore=restore_triton)
 
 
 def dequantizer_for(device: torch.device) -> Callable[[WireTensor, torch.dtype], Tensor]:
@@ -113,19 +114,13 @@ def dequantizer_for(device: torch.device) -> Callable[[WireTensor, torch.dtype],
     Raises:
         BackendUnavailable: Triton is missing, which the kernel for CUDA needs.
     """
-    if device.type != "cuda":
-        return dequantize
-    with importing_triton("dequantizer_for"):
-        from epcomm.kernels.quantize.restore import restore_triton
-    return partial(dequantize, restore=restore_triton)
+    return partial(dequantize, codecs=_load_triton()) if device.type == "cuda" else dequantize
 
 
-def dequantize(
-    wire: WireTensor, dtype: torch.dtype, *, restore: Callable[[WireTensor], Tensor] = restore
-) -> Tensor:
+def dequantize(wire: WireTensor, dtype: torch.dtype, *, codecs: Codecs = _PLAIN) -> Tensor:
     """Convert a wire tensor to hidden states [..., R, H] in `dtype`; scales have any layout.
 
-    restore: plain torch, or the kernel of dequantizer_for().
+    codecs: plain torch, or the kernels of dequantizer_for().
 
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
     Lifetime: an unquantised result may share memory with the wire.
@@ -133,7 +128,7 @@ def dequantize(
     if not wire.format.dtype.is_quantized:
         return wire.data.to(dtype)
     _check_format("dequantize", wire.format)
-    return restore(row_major(wire)).to(dtype)
+    return codecs.restore(row_major(wire)).to(dtype)
 
 
 def _check_format(caller: str, wire_format: WireFormat) -> None:
@@ -150,15 +145,11 @@ def _check_hidden_states(hidden_states: Tensor, wire_format: WireFormat) -> None
             f"quantize: hidden_states are {hidden_states.dtype}, expected bfloat16, float16 or "
             "float32; cast them"
         )
-    if hidden_states.ndim < 2 or hidden_states.shape[-1] == 0:
+    shape, multiple = list(hidden_states.shape), wire_format.dtype.per_item
+    if len(shape) < 2 or shape[-1] == 0 or shape[-1] % multiple:
         raise ShapeError(
-            f"quantize: hidden_states have shape {list(hidden_states.shape)}, expected [..., T, H] "
-            "with H of at least 1; add the missing dimension"
-        )
-    if hidden_states.shape[-1] % wire_format.dtype.per_item:
-        raise ShapeError(
-            f"quantize: H is {hidden_states.shape[-1]}, expected a multiple of "
-            f"{wire_format.dtype.per_item} for {wire_format}; choose another wire format"
+            f"quantize: hidden_states have shape {shape}, expected [..., T, H] "
+            f"with H a multiple of {multiple} and at least 1; add what is missing"
         )
 
 

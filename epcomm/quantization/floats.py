@@ -137,13 +137,17 @@ def _in_blocks(elements: Tensor, wire_format: WireFormat) -> Tensor:
     return padded.unflatten(-1, (-1, block))
 
 
-def _power_of_two_scales(amax: Tensor, most_bits: int) -> tuple[Tensor, Tensor]:
-    """Return the biased exponents of the scales, uint8, and the factors of the elements.
+def power_of_two_exponents(amax: Tensor, most_bits: int = E4M3_MAX_BITS) -> Tensor:
+    """Return the biased exponents of the smallest powers with amax <= most * power, int32.
 
-    most_bits: the largest code as float32 bits, which have the order of the numbers.
+    amax: float32, finite.   most_bits: the bits of `most`, which have the order of the numbers.
     """
-    exponents = ((amax.view(torch.int32) - most_bits + _FRACTION_MASK) >> 23) + 127
-    exponents = exponents.clamp(min=0)
+    return (((amax.view(torch.int32) - most_bits + _FRACTION_MASK) >> 23) + 127).clamp(min=0)
+
+
+def _power_of_two_scales(amax: Tensor, most_bits: int) -> tuple[Tensor, Tensor]:
+    """Return the biased exponents of the scales, uint8, and the factors of the elements."""
+    exponents = power_of_two_exponents(amax, most_bits)
     # No finite block exceeds 253, so the inverse is normal too.
     factors = ((254 - exponents) << 23).view(torch.float32)
     return exponents.to(torch.uint8), factors

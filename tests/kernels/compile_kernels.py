@@ -46,7 +46,6 @@ from epcomm.kernels.nvlink.common.exchange import (
 from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.kernels.quantize import fp8 as quantize_fp8
 from epcomm.kernels.quantize.int8 import quantize_int8_triton
-from epcomm.kernels.quantize.restore import restore_triton
 from epcomm.kernels.routing.gate import GateForm, route_tokens
 from epcomm.kernels.rows.gather import gather_rows
 from epcomm.kernels.rows.scatter import scatter_tokens
@@ -384,7 +383,7 @@ def convert_micro(dtype: WireDtype, *, restores: bool = False) -> None:
     data = rows(4, items, torch.uint8, 2 * MESSAGE).view(wire.dtype.torch_dtype)
     out = WireTensor(data=data, format=wire, scales=rows(4, scales, wire.scale_dtype, MESSAGE))
     if restores:
-        restore_triton(out)
+        quantize_fp8.restore_triton(out)
     else:
         quantize_fp8.quantize_floats_triton(rows(4, HIDDEN, BF16), out)
 

@@ -271,6 +271,13 @@ IMPOSSIBLE = [
         "(dispatch_dtype is None, the experts need int8/0); expected fp8_e4m3 rows",
     ),
     Impossible(
+        id="scales for rows that have none",
+        experts=weights(32),
+        config=EPConfig(dispatch_dtype=WireDtype.BF16, dispatch_scales="float32"),
+        message="plan: dispatch_scales is float32, but rows are sent as bf16 (dispatch_dtype is "
+        "bf16, the experts need bf16); expected fp8_e4m3 rows",
+    ),
+    Impossible(
         id="arithmetic of INT8 for FP8",
         experts=fp8_weights(),
         config=EPConfig(int8_profile="rint127"),

@@ -117,7 +117,8 @@ def nearest(magnitudes: NDArray[np.float64], table: NDArray[np.float64]) -> NDAr
 def micro_rows(x: NDArray[np.float32], name: str) -> MicroRows:
     """Return rows [R, H] in mxfp8, mxfp4 or nvfp4; H is a multiple of the block."""
     table, block = (E4M3 if name == "mxfp8" else E2M1), 16 if name == "nvfp4" else 32
-    blocks = x.astype(np.float64).reshape(len(x), -1, block)
+    with np.errstate(invalid="ignore"):
+        blocks = x.astype(np.float64).reshape(len(x), -1, block)
     is_finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(blocks), axis=2)
     amax = np.where(is_finite, np.abs(np.where(np.isfinite(blocks), blocks, 0)).max(2), 0)
     rows: NDArray[np.float32] = np.ones((len(x), 1), F32)

@@ -180,7 +180,7 @@ def test_wrong_output_is_refused_with_both_sides() -> None:
 
 
 def test_wrong_formats_and_inputs_are_refused() -> None:
-    with pytest.raises(ShapeError, match=r"H is 7, expected a multiple of 2 for nvfp4"):
+    with pytest.raises(ShapeError, match=r"\[1, 7\], expected .* multiple of 2"):
         quantize(torch.zeros(1, 7), WireFormat(dtype=WireDtype.NVFP4))
     with pytest.raises(ShapeError, match=r"torch\.float64, expected bfloat16"):
         quantize(torch.zeros(1, 8, dtype=torch.float64), FP8_FLOAT32_SCALES)

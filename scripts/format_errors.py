@@ -69,5 +69,10 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def fill(page: str) -> str:
+    """Return the page with the table between its markers."""
+    return _MARKED.sub(lambda _: table(), page)
+
+
 if __name__ == "__main__":
-    PAGE.write_text(_MARKED.sub(lambda _: table(), PAGE.read_text("utf-8")), "utf-8")
+    PAGE.write_text(fill(PAGE.read_text("utf-8")), "utf-8")

@@ -13,7 +13,15 @@ from types import MappingProxyType
 from typing import Literal
 
 from epcomm.errors import ConfigError, describe_kind, shown
-from epcomm.types import MAX_SIZE, Int8Profile, ScaleDtype, WireDtype, enum_member, is_size
+from epcomm.types import (
+    MAX_SIZE,
+    SUM_DTYPES,
+    Int8Profile,
+    ScaleDtype,
+    WireDtype,
+    enum_member,
+    is_size,
+)
 
 
 class Mode(StrEnum):
@@ -40,6 +48,7 @@ _OPTIONAL_ENUMS: Mapping[str, type[StrEnum]] = MappingProxyType(
         "mode": Mode,
         "router": Router,
         "dispatch_dtype": WireDtype,
+        "combine_dtype": WireDtype,
         "dispatch_scales": ScaleDtype,
         "int8_profile": Int8Profile,
     }
@@ -76,8 +85,12 @@ class EPConfig:
         single kernel, or the reference if it does not support the routing; `auto` is ascend on NPUs
         that have the operator, and triton on GPUs. Only ExpertParallelMoE reads it; otherwise the
         caller routes.
-    dispatch_dtype: elements of rows in dispatch; None: those that the expert weights need. If it is
-        not quantised, rows of combine and backward have it too.
+    dispatch_dtype: format of rows in dispatch (docs/formats.md); None: that which the expert
+        weights need. If it is not quantised, rows of combine and backward have it too.
+    combine_dtype: format to which combine quantises the sums of a rank, which the source rank adds
+        in float32: fp8_e4m3, mxfp8 or nvfp4; None: that of unquantised rows. Forward only.
+    combine_dtype_with_gradients: permit combine_dtype where gradients are needed: they ignore the
+        quantisation, and are sent unquantised.
     dispatch_scales: scales of FP8 rows in dispatch; None: those that the expert weights need.
     int8_profile: arithmetic of INT8, before the experts and between their products; None: rint127.
         It is refused if nothing is INT8.
@@ -119,6 +132,8 @@ class EPConfig:
     router: Router | RouterName = Router.AUTO
     measurements: str | Path | None = None
     dispatch_dtype: WireDtype | None = None
+    combine_dtype: WireDtype | None = None
+    combine_dtype_with_gradients: bool = False
     dispatch_scales: ScaleDtype | ScaleDtypeName | None = None
     int8_profile: Int8Profile | Int8ProfileName | None = None
     max_tokens_per_rank: int | None = None
@@ -144,8 +159,9 @@ class EPConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, enum_member(f"EPConfig: {name}", kind, value))
-        scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
-        _check_scales(self.dispatch_dtype, scales)
+        sums = sorted(dtype.value for dtype in SUM_DTYPES)
+        is_sum = self.combine_dtype is None or self.combine_dtype in SUM_DTYPES
+        _expect("combine_dtype", self.combine_dtype, is_sum, f"one of {sums}, or None")
         for name in _OPTIONAL_SIZES:
             value = getattr(self, name)
             _expect(name, value, value is None or is_size(value), f"1 to {MAX_SIZE}, or None")
@@ -271,20 +287,6 @@ def _expect(name: str, value: object, is_valid: bool, expected: str) -> None:
         raise ConfigError(f"EPConfig: {name} is {shown(value)}, expected {expected}")
 
 
-def _check_scales(dtype: WireDtype | None, scales: ScaleDtype | None) -> None:
-    """Check that rows have the scales asked for; what the experts need is not known here."""
-    if dtype is None or scales is None:
-        return
-    asked = f"dispatch_scales is {scales.value!r} with dispatch_dtype {dtype.value!r}"
-    if not dtype.is_quantized:
-        raise ConfigError(f"EPConfig: {asked}, whose rows have no scales; leave one of them None")
-    if dtype is WireDtype.INT8 and scales is ScaleDtype.POWER_OF_TWO:
-        raise ConfigError(
-            f"EPConfig: {asked}, whose scales are float32; take fp8_e4m3, or leave dispatch_scales "
-            "None"
-        )
-
-
 _OPTIONAL_SIZES = (
     "max_tokens_per_rank",
     "max_recv_slots",
@@ -295,7 +297,13 @@ _OPTIONAL_SIZES = (
     "chunks",
 )
 _PARSERS = {**dict.fromkeys(_OPTIONAL_SIZES, int), "redundant_experts": int, "timeout_s": float}
-_SWITCHES = ("check_calls", "deterministic", "record_load", "replicated")
+_SWITCHES = (
+    "check_calls",
+    "combine_dtype_with_gradients",
+    "deterministic",
+    "record_load",
+    "replicated",
+)
 _BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 
 

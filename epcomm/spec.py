@@ -158,6 +158,8 @@ class BufferSpec:
     dispatch_format: the wire format of rows in dispatch.
     hidden_format: the wire format of unquantised rows: in combine, and gradients in both
         directions.
+    combine_format: the format to which combine quantises the sums of a rank, in the forward pass;
+        None: hidden_format.
     max_tokens_per_rank: M, or None for no limit.
     max_recv_slots: static budget of slots that a rank receives, or None for exact sizes.
     expert_alignment: each expert's slots start at a multiple of this, in either layout.
@@ -183,6 +185,7 @@ class BufferSpec:
     num_local_experts: int
     dispatch_format: WireFormat
     hidden_format: WireFormat
+    combine_format: WireFormat | None = None
     max_tokens_per_rank: int | None = None
     max_recv_slots: int | None = None
     expert_alignment: int = 1
@@ -209,8 +212,6 @@ class BufferSpec:
     def as_record(self) -> dict[str, str | int | None]:
         """Return plain values for Collectives.agree()."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("dispatch_format", "hidden_format"):
-            values[name] = f"{values[name]} {values[name].scale_dtype}"
         return {n: v if v is None or isinstance(v, int) else str(v) for n, v in values.items()}
 
 
@@ -225,6 +226,7 @@ class BufferCaps:
         dispatch with the gradients of another.
     ordered: slots are in (expert, source rank, token) order, ranks in Backend.source_order().
     wire_dtypes: the dtypes that dispatch can send.
+    combine_dtypes: the dtypes to which combine can quantise sums.
     max_tokens_per_rank, max_top_k: limits of the backend; None for no limit.
     hidden_multiple: H must be a multiple of this.
     batches_in_flight: dispatches without gradients that may wait for their combine; if one more is
@@ -246,6 +248,7 @@ class BufferCaps:
     trainable: bool
     ordered: bool
     wire_dtypes: frozenset[WireDtype]
+    combine_dtypes: frozenset[WireDtype] = frozenset()
     max_tokens_per_rank: int | None = None
     max_top_k: int | None = None
     hidden_multiple: int = 1

@@ -46,27 +46,45 @@ def align_up(value: int, multiple: int) -> int:
 
 
 class WireDtype(StrEnum):
-    """The element type in which hidden states are sent.
+    """The name of a wire format of hidden states, with the facts that all its variants share.
 
-    torch_dtype: the torch dtype that holds one element.
+    torch_dtype: the torch dtype of the data.   per_item: elements in one item of the data.
+    scale_block, scale_dtype: those of a WireFormat that names no others; None without scales.
+    has_row_scale: a float32 scale of the row multiplies the scales of its blocks.
     is_quantized: rows have scales.
     """
 
     torch_dtype: torch.dtype
+    scale_block: int | None
+    scale_dtype: torch.dtype | None
+    per_item: int
+    has_row_scale: bool
     is_quantized: bool
 
     BF16 = "bf16", torch.bfloat16
     FP16 = "fp16", torch.float16
     FP32 = "fp32", torch.float32
     FP64 = "fp64", torch.float64
-    FP8_E4M3 = "fp8_e4m3", torch.float8_e4m3fn
-    INT8 = "int8", torch.int8
+    FP8_E4M3 = "fp8_e4m3", torch.float8_e4m3fn, 128, torch.float32
+    INT8 = "int8", torch.int8, 0, torch.float32
+    MXFP8 = "mxfp8", torch.float8_e4m3fn, 32, torch.float8_e8m0fnu
+    MXFP4 = "mxfp4", torch.float4_e2m1fn_x2, 32, torch.float8_e8m0fnu
+    NVFP4 = "nvfp4", torch.float4_e2m1fn_x2, 16, torch.float8_e4m3fn
 
-    def __new__(cls, value: str, torch_dtype: torch.dtype) -> WireDtype:
-        """Make the member `value`, whose elements are torch_dtype."""
+    def __new__(
+        cls,
+        value: str,
+        torch_dtype: torch.dtype,
+        scale_block: int | None = None,
+        scale_dtype: torch.dtype | None = None,
+    ) -> WireDtype:
+        """Make the member `value`."""
         member = str.__new__(cls, value)
         member._value_ = value
-        member.torch_dtype, member.is_quantized = torch_dtype, torch_dtype.itemsize == 1
+        member.torch_dtype, member.is_quantized = torch_dtype, scale_dtype is not None
+        member.scale_block, member.scale_dtype = scale_block, scale_dtype
+        member.per_item = 2 if torch_dtype is torch.float4_e2m1fn_x2 else 1
+        member.has_row_scale = scale_dtype is torch.float8_e4m3fn
         return member
 
     @property
@@ -128,19 +146,31 @@ class Int8Profile(StrEnum):
 
 
 UNQUANTIZED_DTYPES = frozenset(dtype for dtype in WireDtype if not dtype.is_quantized)
-# Dtypes that can be quantised to eight bits, which eight-bit experts read too.
+# Dtypes that can be quantised, which eight-bit experts read too.
 QUANTIZABLE_DTYPES = UNQUANTIZED_DTYPES - {WireDtype.FP64}
-# Dtypes that buffers carry whose kernels sum in float32.
-FLOAT32_SUM_DTYPES = frozenset(WireDtype) - {WireDtype.FP64}
+# Dtypes that buffers carry whose kernels sum in float32 and have codecs for eight bits.
+FLOAT32_SUM_DTYPES = QUANTIZABLE_DTYPES | {WireDtype.FP8_E4M3, WireDtype.INT8}
+# Dtypes to which combine quantises sums. 4 bits with one power of two a block are too coarse, and
+# INT8 rows have one scale for all of H.
+SUM_DTYPES = frozenset({WireDtype.FP8_E4M3, WireDtype.MXFP8, WireDtype.NVFP4})
+
+# Bytes of the scale of a row, before the scales of its blocks.
+ROW_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:
-    """The form of one row of hidden states on the wire.
+    """The form of one row of hidden states on the wire; only codecs and runners interpret it.
 
-    dtype: element type.
+    dtype: the name of the format.
     scale_block: elements that share a scale; None for unquantised rows, 0 for one scale a row.
-    scale_dtype: dtype of the scales; None for unquantised rows. Powers of two are for FP8 only.
+        Of FP8_E4M3 and INT8 any; the other formats have one, which is the default.
+    scale_dtype: dtype of the scales; None for unquantised rows. FP8_E4M3 has float32 (the default)
+        or powers of two, float8_e8m0fnu; the other formats have one.
+
+    Scales are sent row-major, in the order of the blocks. With WireDtype.has_row_scale they begin
+    with the four bytes of the float32 scale of the row, and are padded to a multiple of four bytes:
+    see epcomm.quantization.split_scales().
     """
 
     dtype: WireDtype
@@ -148,18 +178,21 @@ class WireFormat:
     scale_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        remedy = ""
-        has_block = self.scale_block is not None and self.scale_block >= 0
-        if (has_block, self.scale_dtype is not None) != (self.dtype.is_quantized,) * 2:
-            remedy = "quantised dtypes need both, others neither"
-        elif self.dtype is WireDtype.INT8 and self.scale_dtype == torch.float8_e8m0fnu:
-            remedy = (
-                f"only {WireDtype.FP8_E4M3.value} has power-of-two scales, int8 takes torch.float32"
-            )
-        if remedy:
+        kind, is_fp8 = self.dtype, self.dtype is WireDtype.FP8_E4M3
+        for name in ("scale_block", "scale_dtype"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(kind, name))
+        fits = self.scale_block == kind.scale_block
+        if is_fp8 or kind is WireDtype.INT8:
+            # Programs quantise these in blocks of any size.
+            fits = self.scale_block is not None and self.scale_block >= 0
+        if not fits or not (
+            self.scale_dtype is kind.scale_dtype or (is_fp8 and self.has_exponents)
+        ):
             raise ConfigError(
-                f"WireFormat: {self.dtype.value} with scale_block={self.scale_block} and "
-                f"scale_dtype={self.scale_dtype}; {remedy}"
+                f"WireFormat: {kind.value} with scale_block={self.scale_block} and "
+                f"scale_dtype={self.scale_dtype}, expected {kind.scale_block} and "
+                f"{kind.scale_dtype}{' or torch.float8_e8m0fnu' if is_fp8 else ''}; leave them out"
             )
 
     @classmethod
@@ -168,25 +201,41 @@ class WireFormat:
         """Return the format that sends rows of `dtype` as they are."""
         return cls(dtype=WireDtype.from_torch(dtype))
 
-    def num_scales(self, hidden_size: int) -> int:
-        """Return the number of scales of one row."""
+    @property
+    def has_exponents(self) -> bool:
+        """Whether each scale is a power of two, in one byte."""
+        return self.scale_dtype is torch.float8_e8m0fnu
+
+    def num_blocks(self, hidden_size: int) -> int:
+        """Return the number of blocks of one row that share a scale."""
         if self.scale_block is None:
             return 0
         return -(-hidden_size // self.scale_block) if self.scale_block else 1
 
+    def num_scales(self, hidden_size: int) -> int:
+        """Return the number of items of scale_dtype that hold the scales of one row."""
+        blocks = self.num_blocks(hidden_size)
+        if not self.dtype.has_row_scale:
+            return blocks
+        # Their dtype has one byte.
+        return ROW_SCALE_BYTES + align_up(blocks, ROW_SCALE_BYTES)
+
+    def num_items(self, hidden_size: int) -> int:
+        """Return the number of items of dtype.torch_dtype that hold the elements of one row."""
+        return -(-hidden_size // self.dtype.per_item)
+
     def data_bytes(self, hidden_size: int) -> int:
         """Return the bytes of the elements of one row."""
-        return hidden_size * self.dtype.torch_dtype.itemsize
+        return self.num_items(hidden_size) * self.dtype.torch_dtype.itemsize
 
     def scale_bytes(self, hidden_size: int) -> int:
         """Return the bytes of the scales of one row."""
         return self.num_scales(hidden_size) * (self.scale_dtype.itemsize if self.scale_dtype else 0)
 
     def __str__(self) -> str:
-        if self.scale_block is None:
+        if self.dtype not in (WireDtype.FP8_E4M3, WireDtype.INT8):
             return self.dtype.value
-        suffix = "/ue8m0" if self.scale_dtype == torch.float8_e8m0fnu else ""
-        return f"{self.dtype.value}/{self.scale_block}{suffix}"
+        return f"{self.dtype.value}/{self.scale_block}{'/ue8m0' if self.has_exponents else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +294,7 @@ def check_packing(caller: str, wire_format: WireFormat, layout: ScaleLayout) -> 
     Raises:
         ConfigError: a packed layout of scales that are not powers of two.
     """
-    if layout.packed and wire_format.scale_dtype != torch.float8_e8m0fnu:
+    if layout.packed and not wire_format.has_exponents:
         raise ConfigError(
             f"{caller}: scales {layout} of {wire_format} with scale_dtype="
             f"{wire_format.scale_dtype}; only torch.float8_e8m0fnu fits four to an int32, so take "
@@ -257,7 +306,8 @@ def check_packing(caller: str, wire_format: WireFormat, layout: ScaleLayout) -> 
 class WireTensor:
     """The rows in a wire format: elements, and scales where the format has them.
 
-    data: [R, H] (or [L, C, H]), format.dtype; the row stride may exceed H.
+    data: [R, H] (or [L, C, H]) in items of format.dtype, for 4 bits [R, H / 2]; the row stride may
+        be larger.
     scales: [R, num_scales] or None.
     scale_layout: the layout of the scales; None: row-major.
     """
@@ -270,6 +320,11 @@ class WireTensor:
     def __post_init__(self) -> None:
         if self.scale_layout is not None:
             check_packing("WireTensor", self.format, self.scale_layout)
+
+    @property
+    def hidden_size(self) -> int:
+        """The elements of a row, H."""
+        return self.data.shape[-1] * self.format.dtype.per_item
 
     def part(self, rows: slice) -> WireTensor:
         """Return a view of some rows with their scales."""

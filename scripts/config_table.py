@@ -26,6 +26,7 @@ _VALUES: Mapping[str, type[StrEnum]] = MappingProxyType(
         "mode": Mode,
         "router": Router,
         "dispatch_dtype": WireDtype,
+        "combine_dtype": WireDtype,
         "dispatch_scales": ScaleDtype,
         "int8_profile": Int8Profile,
     }

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from epcomm import EPGroup
-from scripts import config_table, same_bits_table
+from scripts import config_table, format_errors, same_bits_table
 from tests.cases.docs_names import names_of
 from tests.cases.shared_folder import shared_folder
 
@@ -115,7 +115,9 @@ def test_links_of_pages_outside_the_site_lead_somewhere(page: str) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("script", [config_table, same_bits_table], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "script", [config_table, format_errors, same_bits_table], ids=lambda each: each.__name__
+)
 def test_generated_tables_are_current(script: ModuleType) -> None:
     text = script.PAGE.read_text("utf-8")
     assert script.fill(text) == text, f"run: python -m {script.__name__}"

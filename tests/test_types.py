@@ -5,7 +5,7 @@ from epcomm import ConfigError, WireDtype, WireFormat, WireTensor
 from epcomm.types import RowReading, ScaleLayout
 
 FP8_BLOCKS = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float32)
-FP8_PACKED = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=32, scale_dtype=torch.uint8)
+FP8_SMALL = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=32, scale_dtype=torch.float8_e8m0fnu)
 FP8_EXPONENTS = WireFormat(
     dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float8_e8m0fnu
 )
@@ -28,8 +28,12 @@ def test_wire_dtype_comes_back_from_torch_unless_quantised(dtype: WireDtype) -> 
         (WireFormat.of(torch.bfloat16), 37, 0, 74, 0, "bf16"),
         # The last block is short.
         (FP8_BLOCKS, 300, 3, 300, 12, "fp8_e4m3/128"),
-        (FP8_PACKED, 128, 4, 128, 4, "fp8_e4m3/32"),
+        (FP8_SMALL, 128, 4, 128, 4, "fp8_e4m3/32/ue8m0"),
         (INT8_ROWS, 300, 1, 300, 4, "int8/0"),
+        (WireFormat(dtype=WireDtype.MXFP8), 300, 10, 300, 10, "mxfp8"),
+        (WireFormat(dtype=WireDtype.MXFP4), 300, 10, 150, 10, "mxfp4"),
+        # Four bytes of the row's scale, and 19 of blocks, padded to 20.
+        (WireFormat(dtype=WireDtype.NVFP4), 300, 24, 150, 24, "nvfp4"),
     ],
 )
 def test_bytes_of_one_row(
@@ -49,27 +53,26 @@ def test_bytes_of_one_row(
 @pytest.mark.parametrize(
     ("dtype", "scale_block", "scale_dtype"),
     [
-        (WireDtype.FP8_E4M3, None, None),
-        (WireDtype.INT8, None, torch.float32),
         (WireDtype.BF16, 128, torch.float32),
         (WireDtype.INT8, -1, torch.float32),
+        (WireDtype.INT8, 0, torch.float8_e8m0fnu),
+        (WireDtype.FP8_E4M3, 32, torch.uint8),
+        (WireDtype.MXFP8, 16, None),
+        (WireDtype.NVFP4, 16, torch.float32),
     ],
 )
-def test_scales_belong_to_quantised_rows(
-    dtype: WireDtype, scale_block: int | None, scale_dtype: torch.dtype | None
+def test_formats_that_their_name_does_not_have_are_refused(
+    dtype: WireDtype, scale_block: int, scale_dtype: torch.dtype | None
 ) -> None:
-    with pytest.raises(ConfigError, match=f"WireFormat: {dtype.value} with scale_block="):
+    expected = f"expected {dtype.scale_block} and {dtype.scale_dtype}"
+    with pytest.raises(ConfigError, match=f"WireFormat: {dtype.value} with .*{expected}"):
         WireFormat(dtype=dtype, scale_block=scale_block, scale_dtype=scale_dtype)
 
 
-def test_power_of_two_scales_are_shown_and_belong_to_fp8() -> None:
+def test_a_name_alone_is_a_format() -> None:
+    assert WireFormat(dtype=WireDtype.FP8_E4M3) == FP8_BLOCKS
+    assert WireFormat(dtype=WireDtype.INT8) == INT8_ROWS
     assert str(FP8_EXPONENTS) == "fp8_e4m3/128/ue8m0"
-    with pytest.raises(ConfigError) as caught:
-        WireFormat(dtype=WireDtype.INT8, scale_block=0, scale_dtype=torch.float8_e8m0fnu)
-    assert (
-        "int8 with scale_block=0 and scale_dtype=torch.float8_e8m0fnu; only fp8_e4m3 has "
-        "power-of-two scales, int8 takes torch.float32"
-    ) in str(caught.value)
 
 
 @pytest.mark.parametrize(

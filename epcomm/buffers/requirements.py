@@ -12,6 +12,9 @@ def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
     if spec.dispatch_format.dtype not in caps.wire_dtypes:
         carried = sorted(dtype.value for dtype in caps.wire_dtypes)
         reasons.append(f"carries {carried}, not {spec.dispatch_format}")
+    sums = spec.combine_format
+    if sums is not None and sums.dtype not in caps.combine_dtypes:
+        reasons.append(f"returns sums as {spec.hidden_format}, not as {sums}")
     if caps.max_top_k is not None and spec.top_k > caps.max_top_k:
         reasons.append(f"top_k is {spec.top_k}, at most {caps.max_top_k}")
     if spec.hidden_size % caps.hidden_multiple:

@@ -210,10 +210,24 @@ class RowBytes:
             format=spec.hidden_format if backward else spec.dispatch_format,
             has_ids=not backward,
         )
+        quantized = sum_layout(spec)
         if backward:
             bare = spec.hidden_format.data_bytes(spec.hidden_size)
             return cls(dispatch=bare, combine=layout.row_bytes)
-        return cls(dispatch=layout.row_bytes, combine=spec.hidden_format.data_bytes(returned_size))
+        combine = spec.hidden_format.data_bytes(returned_size)
+        return cls(
+            dispatch=layout.row_bytes,
+            combine=combine if quantized is None else quantized.row_bytes,
+        )
+
+
+def sum_layout(spec: BufferSpec) -> RowLayout | None:
+    """Return the layout of one quantised sum, or None without BufferSpec.combine_format."""
+    if spec.combine_format is None:
+        return None
+    return RowLayout(
+        hidden_size=spec.hidden_size, top_k=0, format=spec.combine_format, has_ids=False
+    )
 
 
 def rows_region(name: str, row_bytes: int, *, per_token: int, max_rows: int | None) -> Region:

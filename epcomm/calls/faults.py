@@ -44,7 +44,7 @@ _FAULT_TEXT = {
     FaultCode.OVERFLOW: "more received slots than max_recv_slots",
     FaultCode.GRAD_MODE: "torch.no_grad() while other ranks are in grad mode",
     FaultCode.HANDLE: "a batch combined twice, by another dispatcher, or after close()",
-    FaultCode.NO_GRADIENTS: "gradients or decode in a mode without them",
+    FaultCode.NO_GRADIENTS: "gradients or decode in a mode or combine_dtype without them",
     FaultCode.ROWS: "a combine input of wrong layout, shape, dtype or device",
     FaultCode.EXPERTS: "an error while the experts computed or their results were summed",
     FaultCode.FROZEN: "an expert parameter that others train is frozen",

@@ -49,7 +49,7 @@ def _phase(phase: PhasePlan) -> dict[str, object]:
         "buffer": phase.buffer,
         "chosen_by": phase.chosen_by,
         "wire_of_dispatch": str(spec.dispatch_format),
-        "wire_of_combine": str(spec.hidden_format),
+        "wire_of_combine": str(spec.combine_format or spec.hidden_format),
         "unusual": dict(phase.unusual()),
         "weights_applied_by": phase.weights_applied_by.value,
         "has_gradients": caps.trainable,

@@ -224,11 +224,12 @@ class CallChecks:
                 "quantise them to the dispatch format of the plan, or pass them unquantised",
             )
         layout = wire.scale_layout or ROW_MAJOR
+        assert isinstance(shape[1], int), "H is known"
+        items = [shape[0], wanted.num_items(shape[1])]
         parts: list[tuple[str, Tensor | None, Sequence[int | str], torch.dtype]] = [
-            ("data", wire.data, shape, wanted.dtype.torch_dtype)
+            ("data", wire.data, items, wanted.dtype.torch_dtype)
         ]
         if wanted.scale_dtype is not None:
-            assert isinstance(shape[1], int), "H is known"
             num_scales = wanted.num_scales(shape[1])
             if layout.packed:
                 num_scales = -(-num_scales // SCALES_PER_WORD)

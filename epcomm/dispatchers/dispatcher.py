@@ -118,6 +118,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         )
         self._weights_applied_by = self.plan.weights_applied_by
         self._checks_calls = config.check_calls
+        self._quantizes_with_gradients = config.combine_dtype_with_gradients
         self._num_calls = 0
         self._is_closed = False
 
@@ -502,10 +503,17 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         if self._is_closed:
             return self._closed_error("dispatch")
         is_wire = isinstance(hidden_states, WireTensor)
-        if self.plan.caps.trainable and not is_wire:
+        sums = None if self._quantizes_with_gradients else self._spec.combine_format
+        if self.plan.caps.trainable and not is_wire and sums is None:
             return None
         if not needs_gradients(hidden_states, topk, experts_need_grad):
             return None
+        if sums is not None:
+            return ConfigError(
+                f"dispatch: combine_dtype is {sums.dtype.value}, and gradients are needed "
+                f"({self._where}); set EPConfig.combine_dtype_with_gradients, or use "
+                "torch.no_grad()"
+            )
         if is_wire:
             return ConfigError(
                 "dispatch: hidden_states are quantised and have no gradients, but some are "

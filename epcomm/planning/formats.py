@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from epcomm.config import EPConfig
 from epcomm.errors import ConfigError
-from epcomm.quantization import QUANTIZED_FORMATS
 from epcomm.spec import BufferSpec, MoESpec
 from epcomm.types import ScaleDtype, WireDtype, WireFormat
 
@@ -21,11 +20,12 @@ def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFo
         )
     hidden_format = _hidden_format(config, spec, wanted)
     dispatch_format = _dispatch_format(config, hidden_format, wanted)
-    if dispatch_format.dtype.is_quantized and hidden_format.dtype is WireDtype.FP64:
-        raise ConfigError(
-            f"plan: rows are sent as {dispatch_format}, but the hidden states are {hidden_format}; "
-            "expected bf16, fp16 or fp32, of which eight bits are made, or dispatch_dtype None"
-        )
+    combine_format = None
+    if config.combine_dtype is not None:
+        combine_format = WireFormat(dtype=config.combine_dtype)
+    for wire, field in ((dispatch_format, "dispatch_dtype"), (combine_format, "combine_dtype")):
+        if wire is not None:
+            _check_quantized(wire, field, hidden_format, spec.hidden_size)
     _check_int8_profile(config, dispatch_format, wanted)
     _check_sum_groups(config, spec, world_size)
     return BufferSpec(
@@ -34,6 +34,7 @@ def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFo
         num_local_experts=spec.num_experts // world_size,
         dispatch_format=dispatch_format,
         hidden_format=hidden_format,
+        combine_format=combine_format,
         max_tokens_per_rank=config.max_tokens_per_rank,
         max_recv_slots=config.max_recv_slots,
         compares_calls=config.check_calls,
@@ -43,6 +44,22 @@ def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFo
         # Replicas and moved experts spread the experts of a group over ranks.
         sums_at_source=config.sum_groups is not None and config.redundant_experts is not None,
     )
+
+
+def _check_quantized(
+    wire: WireFormat, field: str, hidden_format: WireFormat, hidden_size: int
+) -> None:
+    """Refuse a format that hidden states of this dtype and size cannot be quantised to."""
+    if wire.dtype.is_quantized and hidden_format.dtype is WireDtype.FP64:
+        raise ConfigError(
+            f"plan: rows are sent as {wire}, but the hidden states are {hidden_format}; expected "
+            f"bf16, fp16 or fp32, which can be quantised, or {field} None"
+        )
+    if hidden_size % wire.dtype.per_item:
+        raise ConfigError(
+            f"plan: rows are sent as {wire}, but hidden_size is {hidden_size}; expected a multiple "
+            f"of {wire.dtype.per_item}, or another {field}"
+        )
 
 
 def _check_sum_groups(config: EPConfig, spec: MoESpec, world_size: int) -> None:
@@ -59,6 +76,12 @@ def _check_sum_groups(config: EPConfig, spec: MoESpec, world_size: int) -> None:
         raise ConfigError(
             f"plan: sum_groups is {groups}, expected a multiple of the {world_size} ranks, because "
             "a rank holds whole groups; use a multiple that divides the number of experts"
+        )
+    if config.redundant_experts is not None and config.combine_dtype is not None:
+        raise ConfigError(
+            f"plan: combine_dtype is {config.combine_dtype.value} with sum_groups and "
+            "redundant_experts, where results return before they are summed, and their sums would "
+            "have other bits than without redundant_experts; leave one of the three None"
         )
 
 
@@ -80,8 +103,7 @@ def _dispatch_format(config: EPConfig, hidden_format: WireFormat, wanted: WireFo
     if config.dispatch_scales is None:
         return chosen
     scales = ScaleDtype(config.dispatch_scales)
-    is_float32 = scales is ScaleDtype.FLOAT32
-    if chosen.dtype is WireDtype.FP8_E4M3 or (chosen.dtype is WireDtype.INT8 and is_float32):
+    if chosen.dtype is WireDtype.FP8_E4M3 or chosen.scale_dtype is scales.torch_dtype:
         return replace(chosen, scale_dtype=scales.torch_dtype)
     asked = "None" if dtype is None else dtype.value
     raise ConfigError(
@@ -95,13 +117,13 @@ def _wire_format(dtype: WireDtype, hidden_format: WireFormat, wanted: WireFormat
     """Return the format that a configured dispatch_dtype means."""
     if dtype is wanted.dtype:
         return wanted
-    if dtype in QUANTIZED_FORMATS:
-        return QUANTIZED_FORMATS[dtype]
+    if dtype.is_quantized:
+        return WireFormat(dtype=dtype)
     # Experts in eight bits return one dtype; _hidden_format() has followed any other choice.
     if dtype is not hidden_format.dtype:
         raise ConfigError(
             f"plan: dispatch_dtype is {dtype.value}, but the hidden states are {hidden_format}; "
-            "expected that, fp8_e4m3 or int8, or None"
+            "expected that, a quantised format, or None"
         )
     return hidden_format
 

@@ -143,7 +143,8 @@ class PhasePlan:
         facts = [
             f"mode {self.mode.value} on backend {self.backend} ({self.buffer}), {self.world_size} "
             f"ranks with {spec.num_local_experts} experts each{phase and f', for {phase}'}",
-            f"wire: dispatch {spec.dispatch_format}, combine {spec.hidden_format} (backward, too)",
+            f"wire: dispatch {spec.dispatch_format}, combine "
+            f"{spec.combine_format or spec.hidden_format} (backward {spec.hidden_format})",
             *(f"{name}: {text}" for name, text in self.unusual().items()),
             f"router weights applied by {self.weights_applied_by.value}; "
             f"trainable: {self.caps.trainable}; is capturable: {self.is_capturable}; "

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.platforms.cuda import importing_triton
-from epcomm.quantization.fp8 import restore, write_fp8
+from epcomm.quantization.floats import restore, write_floats
 from epcomm.quantization.int8 import INT8_PER_TOKEN, write_int8
 from epcomm.quantization.scale_layout import row_major
 from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, WireDtype, WireFormat, WireTensor
 
 # These dtypes are exact in float32, in which all arithmetic is done.
 _INPUT_DTYPES = frozenset(dtype.torch_dtype for dtype in QUANTIZABLE_DTYPES)
-_FP8_SCALES = (torch.float32, torch.float8_e8m0fnu)
 
 
 class Quantizer(Protocol):
@@ -36,14 +35,15 @@ class Quantizer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Writers:
-    """Functions that write the codes and scales of hidden states into a checked wire tensor."""
+class Codecs:
+    """Functions that write codes and scales into a checked wire tensor, and that restore one."""
 
-    fp8: Callable[[Tensor, WireTensor], None]
+    floats: Callable[[Tensor, WireTensor], None]
     int8: Callable[[Tensor, WireTensor, Int8Profile], None]
+    restore: Callable[[WireTensor], Tensor]
 
 
-_PLAIN = Writers(fp8=write_fp8, int8=write_int8)
+_PLAIN = Codecs(floats=write_floats, int8=write_int8, restore=restore)
 
 
 def quantize(
@@ -52,7 +52,7 @@ def quantize(
     *,
     profile: Int8Profile = Int8Profile.RINT127,
     out: WireTensor | None = None,
-    writers: Writers = _PLAIN,
+    codecs: Codecs = _PLAIN,
 ) -> WireTensor:
     """Convert hidden states to a wire format.
 
@@ -61,7 +61,7 @@ def quantize(
         wire_format: the format of the result; an unquantised format casts.
         profile: the arithmetic of INT8, ignored otherwise.
         out: memory for the result, with rows of any stride; None: new tensors.
-        writers: plain torch, or the kernels of quantizer_for().
+        codecs: plain torch, or the kernels of quantizer_for().
 
     Returns:
         Data and row-major scales; scale_layout.arrange_scales() lays scales out for a GEMM.
@@ -74,12 +74,12 @@ def quantize(
     """
     if wire_format.dtype.is_quantized:
         _check_format("quantize", wire_format)
-        _check_hidden_states(hidden_states)
+        _check_hidden_states(hidden_states, wire_format)
         wire = _output_for(hidden_states, wire_format, out)
         if wire_format.dtype is WireDtype.INT8:
-            writers.int8(hidden_states, wire, profile)
+            codecs.int8(hidden_states, wire, profile)
         else:
-            writers.fp8(hidden_states, wire)
+            codecs.floats(hidden_states, wire)
         return wire
     data = hidden_states.to(wire_format.dtype.torch_dtype)
     if out is None:
@@ -97,19 +97,30 @@ def quantizer_for(device: torch.device) -> Quantizer:
     Raises:
         BackendUnavailable: Triton is missing, which the quantiser for CUDA needs.
     """
-    return partial(quantize, writers=_load_triton()) if device.type == "cuda" else quantize
+    return partial(quantize, codecs=_load_triton()) if device.type == "cuda" else quantize
 
 
 @cache
-def _load_triton() -> Writers:
+def _load_triton() -> Codecs:
     with importing_triton("quantizer_for"):
-        from epcomm.kernels.quantize.fp8 import quantize_fp8_triton
+        from epcomm.kernels.quantize.fp8 import quantize_floats_triton, restore_triton
         from epcomm.kernels.quantize.int8 import quantize_int8_triton
-    return Writers(fp8=quantize_fp8_triton, int8=quantize_int8_triton)
+    return Codecs(floats=quantize_floats_triton, int8=quantize_int8_triton, restore=restore_triton)
 
 
-def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:
+def dequantizer_for(device: torch.device) -> Callable[[WireTensor, torch.dtype], Tensor]:
+    """Return the fastest dequantize() for tensors on `device`; on CUDA its rows are [R, H].
+
+    Raises:
+        BackendUnavailable: Triton is missing, which the kernel for CUDA needs.
+    """
+    return partial(dequantize, codecs=_load_triton()) if device.type == "cuda" else dequantize
+
+
+def dequantize(wire: WireTensor, dtype: torch.dtype, *, codecs: Codecs = _PLAIN) -> Tensor:
     """Convert a wire tensor to hidden states [..., R, H] in `dtype`; scales have any layout.
+
+    codecs: plain torch, or the kernels of dequantizer_for().
 
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
     Lifetime: an unquantised result may share memory with the wire.
@@ -117,33 +128,28 @@ def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:
     if not wire.format.dtype.is_quantized:
         return wire.data.to(dtype)
     _check_format("dequantize", wire.format)
-    return restore(row_major(wire)).to(dtype)
+    return codecs.restore(row_major(wire)).to(dtype)
 
 
 def _check_format(caller: str, wire_format: WireFormat) -> None:
-    if wire_format.dtype is WireDtype.INT8:
-        is_known, expected = wire_format == INT8_PER_TOKEN, f"{INT8_PER_TOKEN} (one scale a row)"
-        scales = "torch.float32"
-    else:
-        is_known, expected = wire_format.scale_dtype in _FP8_SCALES, WireDtype.FP8_E4M3.value
-        scales = "torch.float32 or torch.float8_e8m0fnu"
-    if not is_known:
+    if wire_format.dtype is WireDtype.INT8 and wire_format != INT8_PER_TOKEN:
         raise ConfigError(
-            f"{caller}: format is {wire_format} with scales {wire_format.scale_dtype}, expected "
-            f"{expected} with scales {scales}; choose another wire format"
+            f"{caller}: format is {wire_format}, expected {INT8_PER_TOKEN} (one scale a row); "
+            "choose another wire format"
         )
 
 
-def _check_hidden_states(hidden_states: Tensor) -> None:
+def _check_hidden_states(hidden_states: Tensor, wire_format: WireFormat) -> None:
     if hidden_states.dtype not in _INPUT_DTYPES:
         raise ShapeError(
             f"quantize: hidden_states are {hidden_states.dtype}, expected bfloat16, float16 or "
             "float32; cast them"
         )
-    if hidden_states.ndim < 2 or hidden_states.shape[-1] == 0:
+    shape, multiple = list(hidden_states.shape), wire_format.dtype.per_item
+    if len(shape) < 2 or shape[-1] == 0 or shape[-1] % multiple:
         raise ShapeError(
-            f"quantize: hidden_states have shape {list(hidden_states.shape)}, expected [..., T, H] "
-            "with H of at least 1; add the missing dimension"
+            f"quantize: hidden_states have shape {shape}, expected [..., T, H] "
+            f"with H a multiple of {multiple} and at least 1; add what is missing"
         )
 
 
@@ -152,11 +158,13 @@ def _output_for(
 ) -> WireTensor:
     """Return `out` after checking it, or new contiguous memory where it is None."""
     data_dtype, scale_dtype = wire_format.dtype.torch_dtype, wire_format.scale_dtype
-    shape, device = list(hidden_states.shape), hidden_states.device
-    scale_shape = [*shape[:-1], wire_format.num_scales(shape[-1])]
+    *rows, hidden_size = hidden_states.shape
+    shape, device = [*rows, wire_format.num_items(hidden_size)], hidden_states.device
+    scale_shape = [*rows, wire_format.num_scales(hidden_size)]
     if out is None:
+        # Items have one byte; torch cannot fill 4-bit floats, as its deterministic mode does.
         return WireTensor(
-            data=hidden_states.new_empty(shape, dtype=data_dtype),
+            data=hidden_states.new_empty(shape, dtype=torch.uint8).view(data_dtype),
             format=wire_format,
             scales=hidden_states.new_empty(scale_shape, dtype=scale_dtype),
         )

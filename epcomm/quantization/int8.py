@@ -22,7 +22,7 @@ from torch import Tensor
 
 from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
 
-INT8_PER_TOKEN = WireFormat(dtype=WireDtype.INT8, scale_block=0, scale_dtype=torch.float32)
+INT8_PER_TOKEN = WireFormat(dtype=WireDtype.INT8)
 
 # The largest code.
 INT8_MAX = 127.0

@@ -45,7 +45,7 @@ def row_major(wire: WireTensor) -> WireTensor:
     if scales.stride(-1) != 1:
         scales = from_column_major(scales)
     if layout is not None and layout.packed:
-        num_scales = wire.format.num_scales(data.shape[-1])
+        num_scales = wire.format.num_scales(wire.hidden_size)
         scales = scales.view(torch.float8_e8m0fnu)[..., :num_scales]
     return replace(wire, data=data, scales=scales, scale_layout=None)
 
@@ -104,8 +104,7 @@ def check_scales(wire: WireTensor, expected: ScaleLayout, *, caller: str) -> Non
         ShapeError: no scales, or scales of another dtype, layout, shape or order in memory.
     """
     scales, layout = wire.scales, wire.scale_layout or ROW_MAJOR
-    *rows, hidden_size = wire.data.shape
-    num_scales = wire.format.num_scales(hidden_size)
+    rows, num_scales = wire.data.shape[:-1], wire.format.num_scales(wire.hidden_size)
     shape = [*rows, _num_words(num_scales) if expected.packed else num_scales]
     dtype = torch.int32 if expected.packed else wire.format.scale_dtype
     came = "no scales"

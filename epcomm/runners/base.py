@@ -183,7 +183,7 @@ class ExpertRunner(ABC):
     def _check_sizes(cls, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
         """Refuse another H or L than the experts have, or router weights that are missing."""
         rows, counts = dispatched.hidden_states, dispatched.num_tokens_per_expert
-        hidden_size, wanted = rows.data.shape[-1], weights.hidden_size
+        hidden_size, wanted = rows.hidden_size, weights.hidden_size
         if hidden_size != wanted:
             raise ShapeError(
                 f"{cls.name}: rows are {list(rows.data.shape)}, so H is {hidden_size}, expected "

@@ -23,7 +23,7 @@ from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.group import EPGroup
 from epcomm.ops.masked_entries import fill_masked_entries
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import arrange_scales, dequantize, quantize
+from epcomm.quantization import ROW_ERRORS, arrange_scales, dequantize, quantize
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferCaps, BufferSpec, HostLayout
 from epcomm.testing.data import (
@@ -103,6 +103,7 @@ class BufferEnv(SuiteEnv):
     """The environment of a scenario of buffers.
 
     backend: registry name.   mode: the mode that the buffer serves.
+    combine: BufferSpec.combine_format.
     token_multiple: max_tokens_per_rank is a multiple of it; None: set only for static sizes.
     fills_batches: the backend sends entries of -1 to an expert that the row does not use, with
         weight 0, and one token of weight 0 from a rank without tokens.
@@ -111,6 +112,7 @@ class BufferEnv(SuiteEnv):
 
     backend: str
     mode: Mode
+    combine: WireFormat | None = None
     token_multiple: int | None = None
     fills_batches: bool = False
     hosts: HostLayout | None = None
@@ -145,6 +147,7 @@ class BufferEnv(SuiteEnv):
             num_local_experts=spec.num_local_experts,
             dispatch_format=self.wire or wire,
             hidden_format=wire,
+            combine_format=self.combine,
             max_tokens_per_rank=max_tokens if self.is_static or self.token_multiple else None,
             hosts=self.hosts,
         )
@@ -367,8 +370,9 @@ class _Round:
 
     def finish(self) -> Tensor:
         """Combine zeros for each received row or slot; return y."""
-        has_rows, rows = self.out.index.slots_of_row is not None, self.rows.data
-        zeros = torch.zeros(rows.shape, dtype=self.trial.spec.dtype, device=rows.device)
+        has_rows, rows = self.out.index.slots_of_row is not None, self.rows
+        shape, device = (len(rows.data), rows.hidden_size), rows.data.device
+        zeros = torch.zeros(shape, dtype=self.trial.spec.dtype, device=device)
         rows_per = RowsPer.ROW if has_rows else RowsPer.SLOT
         return self.trial.buffer.combine(zeros, self.out.exchange_plan, rows_per=rows_per)[0]
 
@@ -489,8 +493,7 @@ def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Te
     """
     table = out.index.slots_of_row
     assert table is not None, "this suite reads rows through the index"
-    num_rows, hidden_size = out.rows.data.shape
-    rows = results.new_full((num_rows, hidden_size), float("nan"))
+    rows = results.new_full((len(table), out.rows.hidden_size), float("nan"))
     made = sum_dtype(results.dtype)
     scalars = scale.new_zeros(table.shape, dtype=made)
     for row, slots in enumerate(table.tolist()):
@@ -507,12 +510,15 @@ def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Te
 def _sum_tolerance(trial: _Trial) -> float:
     """Return the tolerance of four roundings: result, weighted result, row and y.
 
-    With several hosts, the sum of a host is rounded too.
+    With several hosts, the sum of a host is rounded too. Quantised sums of ranks are multiples of
+    one token by positive factors, so that their errors are shares of the largest of y.
     """
     dtype = trial.spec.dtype
     finer = torch.finfo(sum_dtype(dtype)).eps / torch.finfo(torch.float32).eps
     roundings = 4 if trial.env.hosts is None else 5
-    return SUM_TOLERANCE * finer + roundings * torch.finfo(dtype).eps
+    combine = trial.env.combine
+    share = 0.0 if combine is None else ROW_ERRORS[combine.dtype]
+    return share + SUM_TOLERANCE * finer + roundings * torch.finfo(dtype).eps
 
 
 def check_batch(env: BufferEnv, spec: BatchSpec, expert_alignment: int = 1) -> None:
@@ -549,8 +555,8 @@ def _with_gaps(wire: WireTensor, *, by_column: bool) -> WireTensor:
     """Return a copy with gaps between rows; scales by column, or with gaps too."""
     scales, layout = wire.scales, None
     if scales is not None:
-        is_byte = scales.itemsize == 1
-        layout = ScaleLayout(column_major=True, alignment=4, packed=is_byte) if by_column else None
+        packed = wire.format.has_exponents
+        layout = ScaleLayout(column_major=True, alignment=4, packed=packed) if by_column else None
         scales = arrange_scales(scales, layout) if layout else _in_wider_rows(scales)
     return replace(wire, data=_in_wider_rows(wire.data), scales=scales, scale_layout=layout)
 

@@ -19,11 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from epcomm.config import EPConfig, Mode
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
-from epcomm.quantization import QUANTIZED_FORMATS, dequantize, quantize
+from epcomm.quantization import dequantize, quantize
 from epcomm.records import TopKOutput
 from epcomm.testing.buffer_suite import BATCH_SPECS, PLAIN, SuiteEnv
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, RankBatch, make_weights
 from epcomm.testing.oracle import OracleResult, relative_error, run_oracle
+from epcomm.types import WireFormat
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
@@ -133,6 +134,7 @@ def pipeline_env(
     dtype: torch.dtype | None = None,
 ) -> LayerEnv:
     """Make the environment for ExpertParallelExperts under `config`; see LayerEnv."""
+    sent = config.dispatch_dtype
     return LayerEnv(
         group=group,
         make_layer=lambda weights, top_k: ExpertParallelExperts(
@@ -140,7 +142,7 @@ def pipeline_env(
         ),
         has_gradients=config.mode != Mode.LOW_LATENCY,
         is_replicated=config.replicated,
-        wire=QUANTIZED_FORMATS.get(config.dispatch_dtype) if config.dispatch_dtype else None,
+        wire=None if sent is None or not sent.is_quantized else WireFormat(dtype=sent),
         hidden_size=hidden_size,
         dtype=dtype,
     )

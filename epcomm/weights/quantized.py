@@ -15,6 +15,7 @@ from epcomm.quantization import (
     INT8_PER_TOKEN,
     quantize,
 )
+from epcomm.quantization.floats import E4M3_MAX, power_of_two_exponents
 from epcomm.types import (
     QUANTIZABLE_DTYPES,
     Int8Profile,
@@ -27,7 +28,6 @@ from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeight
 
 # Rows and columns of a block of FP8 matrices, and elements of hidden states that share a scale.
 BLOCK = 128
-_FP8_MAX = 448.0
 
 # Matrices are [E, out, in] with gate first, and the activation is SwiGLU.
 _PLAIN = ExpertFormat()
@@ -236,7 +236,7 @@ def _scale_of(amax: Tensor) -> Tensor:
 
     NaN where that magnitude is infinite or NaN: a scale of infinity would make NaN of zeros alone.
     """
-    scale = amax.clamp(min=torch.finfo(torch.float32).tiny) / _FP8_MAX
+    scale = amax.clamp(min=torch.finfo(torch.float32).tiny) / E4M3_MAX
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
@@ -245,12 +245,10 @@ def _power_of_two_of(amax: Tensor) -> Tensor:
 
     NaN where that magnitude is infinite or NaN, which have no exponent.
     """
-    fraction, exponent = torch.frexp(amax)
-    # amax = f * 2**e with 0.5 <= f < 1, and 448 = 0.875 * 2**9.
-    exponent = exponent - 9 + (fraction > 0.875).int()
+    is_finite = amax.isfinite()
     # Zeros may have any scale. 2**-126 is the least normal float32.
-    power = torch.ldexp(torch.ones_like(amax), exponent.clamp(min=-126))
-    return torch.where(amax.isfinite(), power, torch.nan)
+    exponents = power_of_two_exponents(amax.masked_fill(~is_finite, 0.0)).clamp(min=1)
+    return torch.where(is_finite, (exponents << 23).view(torch.float32), torch.nan)
 
 
 def _spread(scales: Tensor, matrices: Tensor) -> Tensor:

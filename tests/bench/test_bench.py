@@ -99,8 +99,8 @@ def test_where_nothing_of_epcomm_serves_scripts_are_told(
             assert ("not timed (--verbose prints why): nvlink\n" in printed) != is_verbose
 
 
-@pytest.mark.parametrize("wire", [WireDtype.FP8_E4M3, WireDtype.INT8])
-def test_rows_in_eight_bits_are_held_to_their_roundings(
+@pytest.mark.parametrize("wire", [WireDtype.FP8_E4M3, WireDtype.INT8, WireDtype.NVFP4])
+def test_quantised_rows_are_held_to_their_roundings(
     wire: WireDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = replace(
@@ -109,7 +109,7 @@ def test_rows_in_eight_bits_are_held_to_their_roundings(
     report = run_bench(replace(options, modes=(Mode.NORMAL, Mode.LOW_LATENCY)), silent)
     assert report.wrong == []
     assert [each.mode for each in report.results] == ["normal", "low_latency", "", ""]
-    monkeypatch.setattr(backends, "_ROW_ERRORS", {wire: 1e-4})
+    monkeypatch.setattr(backends, "ROW_ERRORS", {wire: 1e-4})
     report = run_bench(replace(options, modes=(Mode.NORMAL,)), silent)
     assert [each.name for each in report.wrong] == ["normal collective"]
 

@@ -21,7 +21,7 @@ SPEC = BufferSpec(
 FORMAT_CHANGES = {
     "dtype": WireFormat.of(torch.float16),
     "scale block": replace(FP8, scale_block=64),
-    "scale dtype": replace(FP8, scale_dtype=torch.uint8),
+    "scale dtype": replace(FP8, scale_dtype=torch.float8_e8m0fnu),
 }
 
 

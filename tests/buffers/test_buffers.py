@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 import torch
 
-from epcomm import EPGroup, Mode
+from epcomm import EPGroup, Mode, WireDtype, WireFormat
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
 from epcomm.registry import buffer_class
 from epcomm.spec import HostLayout
@@ -117,11 +117,14 @@ def test_buffer_over_mpi_keeps_its_contract(scenario: str, case: str, ep_ranks: 
     run(scenario, case, ep_ranks)
 
 
-# Eight bits on the wire, everywhere. They change the rows, but not the exchange.
+# Eight or four bits on the wire, everywhere. They change the rows, but not the exchange.
 QUANTIZED = {
     "fp8": FP8_FLOAT32_SCALES,
     "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES,
     "int8": INT8_PER_TOKEN,
+    "mxfp8": WireFormat(dtype=WireDtype.MXFP8),
+    "mxfp4": WireFormat(dtype=WireDtype.MXFP4),
+    "nvfp4": WireFormat(dtype=WireDtype.NVFP4),
 }
 # Shared memory sends the same messages as the collective buffer.
 QUANTIZED_CASES = [name for name in CASES if name != "shared_memory"]
@@ -145,6 +148,16 @@ def test_quantized_rows_keep_the_contract(
     scenario: str, case: str, wire: str, group: EPGroup
 ) -> None:
     buffer_suite.run_scenario(scenario, quantized_env(group, case, wire))
+
+
+@pytest.mark.ranks(2, slow=(4,))
+@pytest.mark.parametrize("case", ["normal", "shared_memory"])
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("scenario", ["holes", "traffic", "stand_alone", "combine_faults"])
+def test_quantised_sums_keep_the_contract(scenario: str, wire: str, case: str) -> None:
+    with EPGroup() as group:
+        env = replace(quantized_env(group, case, wire), wire=None, combine=QUANTIZED[wire])
+        buffer_suite.run_scenario(scenario, env)
 
 
 @pytest.mark.ranks(2)

@@ -11,7 +11,7 @@ from epcomm.quantization import KNOWN_FORMATS
 from epcomm.types import WireTensor
 
 FP8 = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float32)
-FP8_BYTE_SCALES = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=32, scale_dtype=torch.uint8)
+MXFP8, NVFP4 = WireFormat(dtype=WireDtype.MXFP8), WireFormat(dtype=WireDtype.NVFP4)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ CASES = [
     # Scalars of eight bytes start at a multiple of eight.
     Case("fp64 with an odd number of ids", WireFormat.of(torch.float64), 5, 3, (40, 40, 56, 80)),
     Case("fp8 with a short last block", FP8, 257, 1, (260, 272, 276, 288)),
-    Case("fp8 with scales of one byte", FP8_BYTE_SCALES, 96, 2, (96, 100, 108, 128)),
+    Case("fp8 with scales of one byte", MXFP8, 96, 2, (96, 100, 108, 128)),
+    Case("fp4 with scales of rows", NVFP4, 96, 2, (48, 60, 68, 80)),
 ]
 
 
@@ -67,7 +68,7 @@ def as_bytes(tensor: torch.Tensor) -> list[list[int]]:
 @pytest.mark.parametrize("token_of_row", [[2, 0, 0, 1], []], ids=["four rows", "no row"])
 def test_packed_tokens_are_bit_equal(case: Case, token_of_row: list[int]) -> None:
     layout, wire = case.layout, case.format
-    data = random_bits(3, case.hidden_size, wire.dtype.torch_dtype)
+    data = random_bits(3, wire.num_items(case.hidden_size), wire.dtype.torch_dtype)
     scales = None
     if wire.scale_dtype is not None:
         scales = random_bits(3, wire.num_scales(case.hidden_size), wire.scale_dtype)
@@ -95,6 +96,7 @@ def test_packed_tokens_are_bit_equal(case: Case, token_of_row: list[int]) -> Non
 def test_tokens_quantised_inside_the_message_have_the_same_bytes(
     wire: WireFormat, hidden_size: int, num_tokens: int
 ) -> None:
+    hidden_size += hidden_size % wire.dtype.per_item
     layout = RowLayout(hidden_size=hidden_size, top_k=2, format=wire, has_ids=True)
     generator = torch.Generator().manual_seed(0)
     call = DispatchCall(

@@ -107,7 +107,7 @@ WORDS = [
         (BENCH, "--modes normal,fuseep", "--modes is 'normal,fuseep', expected some of ["),
         (BENCH, "--tokens 0,8", "--tokens is 0,8, expected 1 to 2147483647"),
         (BENCH, "--experts 4", "--top-k is 8, expected at most the 4 experts; give fewer, or more"),
-        (BENCH, "--wire fp8", "--wire is 'fp8', expected one of ['fp8_e4m3', 'int8']"),
+        (BENCH, "--wire fp8", "--wire is 'fp8', expected one of ['fp8_e4m3', 'int8', "),
         (BENCH, "--wire int8 --layer", "--wire is int8 with --layer, whose experts decide"),
         (BENCH, "--intermediate 64", "--intermediate is given without --layer"),
         (BENCH, "--weights fp8", "--weights is given without --layer"),

@@ -360,7 +360,11 @@ def test_decode_that_nothing_serves_is_told_to_all() -> None:
         layer = make_layer(group, EPConfig())
         x, topk = torch.ones(1, H), TopKOutput(topk_ids=torch.tensor([[0, 7]]), topk_weights=HALF)
         own = "decode=True but there is no low latency"
-        text = own if group.rank == FAULTY else "decode in a mode without them on rank 1"
+        text = (
+            own
+            if group.rank == FAULTY
+            else "decode in a mode or combine_dtype without them on rank 1"
+        )
         with pytest.raises(ConfigError, match=text):
             layer(x, topk, decode=group.rank == FAULTY)
         assert layer(x, topk).isfinite().all()

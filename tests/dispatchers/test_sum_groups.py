@@ -15,7 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from epcomm import EPConfig, EPGroup, ExpertWeights, MoESpec, TopKOutput
+from epcomm import (
+    EPConfig,
+    EPGroup,
+    ExpertWeights,
+    MoESpec,
+    TopKOutput,
+    WireDtype,
+    WireFormat,
+)
 from epcomm.buffers.collective import all_to_all
 from epcomm.dispatchers import (
     DeepEPLowLatencyDispatcher,
@@ -27,6 +35,7 @@ from epcomm.errors import EPError, ShapeError
 from epcomm.ops import group_sums, slots
 from epcomm.ops.slots import Members, pack
 from epcomm.planning.plan import plan
+from epcomm.quantization import dequantize, quantize
 from epcomm.records import RowsDispatchOutput
 from epcomm.spec import HostLayout
 from epcomm.types import RowsPer
@@ -48,6 +57,12 @@ WAYS = {
     "low latency": (LOW_LATENCY, EPConfig(backend="collective", max_tokens_per_rank=M)),
     "low latency, shared_memory": (LOW_LATENCY, EPConfig(backend="shared_memory")),
 }
+QUANTIZED = [
+    ("collective", WireDtype.FP8_E4M3),
+    ("collective", WireDtype.NVFP4),
+    ("shared_memory", WireDtype.MXFP8),
+    ("low latency, shared_memory", WireDtype.NVFP4),
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +116,12 @@ class Batch:
         return slice(borders[rank * step], borders[(rank + 1) * step])
 
 
-def sum_in_groups(terms: list[tuple[int, Tensor]], groups: int, dtype: torch.dtype) -> Tensor:
+def sum_in_groups(
+    terms: list[tuple[int, Tensor]],
+    groups: int,
+    dtype: torch.dtype,
+    combine_dtype: WireDtype | None = None,
+) -> Tensor:
     """Return the sum of (expert, term in the sum dtype) by the definition."""
     total = torch.zeros(H, dtype=terms[0][1].dtype if terms else torch.float32)
     for group in range(groups):
@@ -109,13 +129,19 @@ def sum_in_groups(terms: list[tuple[int, Tensor]], groups: int, dtype: torch.dty
         for expert, term in terms:
             if expert * groups // E == group:
                 partial = partial + term
-        total = total + partial.to(dtype).to(total.dtype)
+        partial = partial.to(dtype)
+        if combine_dtype is not None:
+            wire = quantize(partial.unsqueeze(0), WireFormat(dtype=combine_dtype))
+            partial = dequantize(wire, total.dtype).squeeze(0)
+        total = total + partial.to(total.dtype)
     return total.to(dtype)
 
 
 @cache
-def expected(batch: Batch, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, dx and the gradients of the router weights."""
+def expected(
+    batch: Batch, groups: int, combine_dtype: WireDtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, dx and the gradients of the router weights; combine_dtype changes y alone."""
     dtype, sums = batch.x.dtype, batch.weights.dtype
     y, dx, dw = (torch.zeros_like(each) for each in (batch.x, batch.x, batch.weights))
     for token in range(TOKENS):
@@ -128,7 +154,7 @@ def expected(batch: Batch, groups: int) -> tuple[Tensor, Tensor, Tensor]:
             of_result = (batch.grad_y[token].to(sums) * weight).to(dtype)
             backward.append((expert, (of_result * batch.slope[expert]).to(sums)))
             dw[token, k] = (batch.grad_y[token].to(sums) * result.to(sums)).sum()
-        y[token] = sum_in_groups(forward, groups, dtype)
+        y[token] = sum_in_groups(forward, groups, dtype, combine_dtype)
         dx[token] = sum_in_groups(backward, groups, dtype)
     return y, dx, dw
 
@@ -207,20 +233,31 @@ def test_four_groups_have_the_bits_of_the_definition(group: EPGroup) -> None:
     check_bits(group, NORMAL, EPConfig(backend="shared_memory"), torch.float16)
 
 
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize(("way", "combine_dtype"), QUANTIZED, ids=str)
+def test_quantised_sums_have_the_bits_of_the_definition(
+    group: EPGroup, way: str, combine_dtype: WireDtype
+) -> None:
+    kind, config = WAYS[way]
+    config = replace(config, combine_dtype=combine_dtype, combine_dtype_with_gradients=True)
+    check_bits(group, kind, config, torch.bfloat16)
+
+
 def check_bits(
     group: EPGroup, kind: type[Dispatcher], config: EPConfig, dtype: torch.dtype
 ) -> None:
     """Compare y and gradients of this rank with the oracle, with experts in order and placed."""
     batch, rank = Batch.make(dtype), group.rank
     part = slice(0, TOKENS) if config.replicated else batch.part(rank, group.world_size)
-    for is_placed, groups in enumerate(GROUPS[dtype]):
+    # The sums of placed experts are not quantised.
+    for is_placed, groups in enumerate(GROUPS[dtype][: 1 if config.combine_dtype else None]):
         redundant = REPLICAS if is_placed else 0
         dispatcher = kind(
             group,
             MoESpec(hidden_size=H, num_experts=E + redundant, top_k=K, dtype=dtype),
             replace(config, sum_groups=groups, redundant_experts=redundant or None),
         )
-        wanted = [each[part] for each in expected(batch, groups)]
+        wanted = [each[part] for each in expected(batch, groups, config.combine_dtype)]
         for trains in (False, True)[: 1 + dispatcher.plan.caps.trainable]:
             found = run(
                 dispatcher, batch, part, rank, trains=trains, groups=groups if is_placed else None

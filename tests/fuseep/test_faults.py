@@ -136,7 +136,7 @@ def test_gradients_are_refused_on_the_rank_that_needs_them(checks: bool, group: 
                     # The fault is recorded on the device too, like the faults of all bad calls.
                     expect(ConfigError, text, layer.check)
             elif all_raise:
-                text = "gradients or decode in a mode without them on rank 1"
+                text = "gradients or decode in a mode or combine_dtype without them on rank 1"
                 expect(ConfigError, text, call)
             else:
                 assert torch.equal(call(), good)

@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm import EPGroup, Mode
+from epcomm import EPGroup, Mode, WireDtype, WireFormat
 from epcomm.buffers.base import Buffer
 from epcomm.spec import HostLayout
 from epcomm.testing import buffer_suite
@@ -34,8 +34,17 @@ def bytes_of(buffer: Buffer, batch: RankBatch, num_calls: int) -> int:
 
 
 @pytest.mark.host_ranks(4, 8)
-@pytest.mark.parametrize("buffer_name", ["CollectiveBuffer", "HierarchicalBuffer"])
-def test_kernel_counts_the_bytes_of_traffic_between_hosts(buffer_name: str, group: EPGroup) -> None:
+@pytest.mark.parametrize(
+    ("buffer_name", "combine_dtype"),
+    [
+        ("CollectiveBuffer", None),
+        ("CollectiveBuffer", WireDtype.FP8_E4M3),
+        ("HierarchicalBuffer", None),
+    ],
+)
+def test_kernel_counts_the_bytes_of_traffic_between_hosts(
+    buffer_name: str, combine_dtype: WireDtype | None, group: EPGroup
+) -> None:
     rank, world_size = group.rank, group.world_size
     hosts = hosts_of(group)
     spec = BatchSpec(
@@ -45,14 +54,24 @@ def test_kernel_counts_the_bytes_of_traffic_between_hosts(buffer_name: str, grou
         tokens_of_rank=lambda rank, world_size: NUM_TOKENS[world_size],
         choose_ids=random_ids,
     )
-    env = buffer_suite.BufferEnv(group=group, backend=buffer_name, mode=Mode.NORMAL, hosts=hosts)
+    env = buffer_suite.BufferEnv(
+        group=group,
+        backend=buffer_name,
+        mode=Mode.NORMAL,
+        hosts=hosts,
+        combine=None if combine_dtype is None else WireFormat(dtype=combine_dtype),
+    )
     batches, buffer = env.batches(spec), env.open(spec)
     bytes_of(buffer, batches[rank], 1)
-    of_call = buffer.traffic().bytes_between
+    sent = buffer.traffic()
+    of_call = sent.bytes_between
+    if combine_dtype is not None:
+        # As many rows return as are sent, of a byte and not four for each element.
+        assert 0.25 < sent.combine_bytes / sent.dispatch_bytes < 0.27
     once, twice = (bytes_of(buffer, batches[rank], n * NUM_CALLS) for n in (1, 2))
     counted = torch.tensor([(twice - once) / NUM_CALLS], dtype=torch.float64)
     of_host = _sum_over_host(torch.tensor([of_call]), hosts, rank)
-    assert of_host >= LEAST_BYTES
+    assert of_host >= LEAST_BYTES * (1 if combine_dtype is None else 5 / 8)
     assert counted.item() == pytest.approx(of_host, rel=TOLERANCE)
     print(f"rank {rank}: counted {counted.item():.0f}, traffic() {of_host:.0f}")
 

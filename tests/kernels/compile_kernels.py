@@ -372,7 +372,20 @@ def quantize_to_fp8(dtype: torch.dtype, scales: torch.dtype, *, has_e4m3: bool =
         format=WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=scales),
         scales=rows(4, 56, scales, MESSAGE),
     )
-    quantize_fp8.quantize_fp8_triton(rows(4, HIDDEN, dtype), wire)
+    quantize_fp8.quantize_floats_triton(rows(4, HIDDEN, dtype), wire)
+
+
+def convert_micro(dtype: WireDtype, *, restores: bool = False) -> None:
+    """Quantise to a microscaled format, or restore it."""
+    wire = WireFormat(dtype=dtype)
+    assert wire.scale_dtype is not None, "a quantised format"
+    items, scales = wire.num_items(HIDDEN), wire.num_scales(HIDDEN)
+    data = rows(4, items, torch.uint8, 2 * MESSAGE).view(wire.dtype.torch_dtype)
+    out = WireTensor(data=data, format=wire, scales=rows(4, scales, wire.scale_dtype, MESSAGE))
+    if restores:
+        quantize_fp8.restore_triton(out)
+    else:
+        quantize_fp8.quantize_floats_triton(rows(4, HIDDEN, BF16), out)
 
 
 def quantize_to_int8(dtype: torch.dtype, profile: Int8Profile) -> None:
@@ -381,11 +394,14 @@ def quantize_to_int8(dtype: torch.dtype, profile: Int8Profile) -> None:
     quantize_int8_triton(rows(4, HIDDEN, dtype), wire, profile)
 
 
+MICROSCALED = (WireDtype.MXFP8, WireDtype.MXFP4, WireDtype.NVFP4)
 QUANTIZE: Mapping[str, Callable[[], None]] = {
     "fp8 bf16": partial(quantize_to_fp8, BF16, torch.float32),
     "fp8 fp32": partial(quantize_to_fp8, torch.float32, torch.float32),
     "fp8 powers of two": partial(quantize_to_fp8, BF16, torch.float8_e8m0fnu),
     "fp8 without hardware": partial(quantize_to_fp8, BF16, torch.float32, has_e4m3=False),
+    **{dtype: partial(convert_micro, dtype) for dtype in MICROSCALED},
+    **{f"restore {dtype}": partial(convert_micro, dtype, restores=True) for dtype in MICROSCALED},
     "int8 rint127": partial(quantize_to_int8, BF16, Int8Profile.RINT127),
     "int8 div": partial(quantize_to_int8, torch.float32, Int8Profile.DIV),
     "int8 triton": partial(quantize_to_int8, BF16, Int8Profile.TRITON),

@@ -138,6 +138,8 @@ def test_ranks_that_compute_other_bits_cannot_promise_equal_sums(group: EPGroup)
 OTHER_CONFIG = {
     "dispatch_dtype": "bf16",
     "dispatch_scales": "float32",
+    "combine_dtype": "mxfp8",
+    "combine_dtype_with_gradients": True,
     "int8_profile": "div",
     "mode": "standard",
     "backend": "collective",

@@ -128,7 +128,7 @@ def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
     # Headers of 139 words, 8 B each, to 3 other ranks.
     assert lines[:5] == [
         "mode normal on backend collective (CollectiveBuffer), 4 ranks with 2 experts each",
-        "wire: dispatch bf16, combine bf16 (backward, too)",
+        "wire: dispatch bf16, combine bf16 (backward bf16)",
         "router weights applied by runner; trainable: True; is capturable: False; "
         "host syncs a dispatch: 1",
         "at most 288 B a token in dispatch, 256 B in combine, and 3336 B of headers a dispatch",
@@ -196,10 +196,10 @@ def int8_weights() -> Int8ChannelWeights:
 )
 def test_wire_format_follows_from_the_experts(experts: ExpertTensors, wire: str) -> None:
     text = plan(EPConfig(), SPEC, world_size=4, weights=experts).explain()
-    assert f"wire: dispatch {wire}, combine bf16 (backward, too)" in text
+    assert f"wire: dispatch {wire}, combine bf16 (backward bf16)" in text
     overridden = EPConfig(dispatch_dtype="bf16")
     text = plan(overridden, SPEC, world_size=4, weights=experts).explain()
-    assert "wire: dispatch bf16, combine bf16 (backward, too)" in text
+    assert "wire: dispatch bf16, combine bf16 (backward bf16)" in text
 
 
 POWERS = ScaleDtype.POWER_OF_TWO
@@ -261,7 +261,7 @@ class Impossible:
     message: str
 
 
-CARRIED = "of bf16, fp16, fp32, fp64, fp8_e4m3, int8"
+CARRIED = "of bf16, fp16, fp32, fp64, fp8_e4m3, int8, mxfp4, mxfp8, nvfp4"
 IMPOSSIBLE = [
     Impossible(
         id="powers of two for INT8 experts",
@@ -269,6 +269,13 @@ IMPOSSIBLE = [
         config=EPConfig(dispatch_scales="power_of_two"),
         message="plan: dispatch_scales is power_of_two, but rows are sent as int8/0 "
         "(dispatch_dtype is None, the experts need int8/0); expected fp8_e4m3 rows",
+    ),
+    Impossible(
+        id="scales for rows that have none",
+        experts=weights(32),
+        config=EPConfig(dispatch_dtype=WireDtype.BF16, dispatch_scales="float32"),
+        message="plan: dispatch_scales is float32, but rows are sent as bf16 (dispatch_dtype is "
+        "bf16, the experts need bf16); expected fp8_e4m3 rows",
     ),
     Impossible(
         id="arithmetic of INT8 for FP8",
@@ -293,7 +300,13 @@ IMPOSSIBLE = [
         experts=int8_weights(),
         config=EPConfig(dispatch_dtype=WireDtype.FP32),
         message="plan: dispatch_dtype is fp32, but the hidden states are bf16; expected that, "
-        "fp8_e4m3 or int8, or None",
+        "a quantised format, or None",
+    ),
+    Impossible(
+        id="sums of groups whose slots return unsummed",
+        experts=weights(32),
+        config=EPConfig(combine_dtype=WireDtype.MXFP8, sum_groups=4, redundant_experts=0),
+        message="plan: combine_dtype is mxfp8 with sum_groups and redundant_experts, where results",
     ),
     Impossible(
         id="INT8 rows for FP8 experts",
@@ -386,8 +399,7 @@ def test_runner_that_does_not_read_the_wire_format_is_rejected_with_all_three(
     chosen = plan(EPConfig(mode="normal", backend="collective"), SPEC, weights=weights(32))
     assert chosen.runner == "reference"
     assert [str(rejection) for rejection in chosen.rejected_runners] == [
-        "grouped_mm: reads fp32, but collective was asked to carry bf16, of bf16, fp16, fp32, "
-        "fp64, fp8_e4m3, int8"
+        f"grouped_mm: reads fp32, but collective was asked to carry bf16, {CARRIED}"
     ]
 
 

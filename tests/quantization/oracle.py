@@ -1,9 +1,10 @@
-"""e4m3, powers of two and INT8 by table, frexp and numpy, independent of the library."""
+"""e4m3, e2m1, powers of two and INT8 by table, frexp and numpy, independent of the library."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -88,3 +89,67 @@ def int8_row(elements: NDArray[np.float32], profile: str) -> tuple[list[int], fl
         cut = float16_toward_zero(quotients)
         codes = np.sign(cut) * np.floor(np.abs(cut) + F32(0.5))
     return codes.astype(int).tolist(), float(scale)
+
+
+# The magnitudes of e2m1: S EE F, bias 1, neither infinity nor NaN.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E4M3 = np.array(POSITIVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroRows:
+    """codes [R, H]; bytes of the scales of blocks [R, S]; scales of rows [R, 1]; values [R, H]."""
+
+    codes: NDArray[np.uint8]
+    scales: NDArray[np.uint8]
+    row_scales: NDArray[np.float32]
+    values: NDArray[np.float32]
+
+
+def nearest(magnitudes: NDArray[np.float64], table: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the index of the nearest entry, the even one of two; the last of what is larger."""
+    above = np.searchsorted(table, magnitudes).clip(1, len(table) - 1)
+    low, high = magnitudes - table[above - 1], table[above] - magnitudes
+    takes_high: NDArray[np.bool_] = (high < low) | ((high == low) & (above % 2 == 0))
+    return np.where(takes_high, above, above - 1)
+
+
+def micro_rows(x: NDArray[np.float32], name: str) -> MicroRows:
+    """Return rows [R, H] in mxfp8, mxfp4 or nvfp4; H is a multiple of the block."""
+    table, block = (E4M3 if name == "mxfp8" else E2M1), 16 if name == "nvfp4" else 32
+    with np.errstate(invalid="ignore"):
+        blocks = x.astype(np.float64).reshape(len(x), -1, block)
+    is_finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(blocks), axis=2)
+    amax = np.where(is_finite, np.abs(np.where(np.isfinite(blocks), blocks, 0)).max(2), 0)
+    rows: NDArray[np.float32] = np.ones((len(x), 1), F32)
+    if name == "nvfp4":
+        rows = np.maximum(amax.max(1, keepdims=True), 2688 * 2.0**-120).astype(F32) / F32(2688)
+        wanted = np.clip(amax.astype(F32) / F32(6) / rows, F32(2.0**-6), F32(448))
+        scales = nearest(wanted.astype(np.float64), E4M3)
+        of_blocks = E4M3[scales].astype(F32)
+        factors, values_of_scales = F32(1) / rows / of_blocks, rows * of_blocks
+    else:
+        # frexp: amax / most = f * 2**e with 0.5 <= f < 1, so that 2**e is as large or larger.
+        fraction, exponent = np.frexp(amax / table[-1])
+        exponent = np.maximum(np.where(amax > 0, exponent - (fraction == 0.5), -127), -127)
+        scales, factors = exponent + 127, np.ldexp(1.0, -exponent).astype(F32)
+        values_of_scales = np.ldexp(1.0, exponent).astype(F32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        scaled = blocks.astype(F32) * factors[:, :, None]
+    scaled = np.where(is_finite[:, :, None], scaled, 0)
+    codes = nearest(np.abs(scaled).astype(np.float64), table)
+    signed = np.where(np.signbit(scaled), -table[codes], table[codes]).astype(F32)
+    with np.errstate(over="ignore"):
+        values = signed * values_of_scales[:, :, None]
+    codes += np.signbit(scaled) * (8 if len(table) == 8 else 128)
+    # NaN has a code in e4m3 alone.
+    nothing = 0x7F if name == "mxfp8" else 0
+    codes = np.where(is_finite[:, :, None], codes, nothing).astype(np.uint8)
+    scales = np.where(is_finite, scales, 0x7F if name == "nvfp4" else 0xFF).astype(np.uint8)
+    values = np.where(is_finite[:, :, None], values, np.nan).astype(F32)
+    return MicroRows(
+        codes=codes.reshape(x.shape),
+        scales=scales,
+        row_scales=rows,
+        values=values.reshape(x.shape),
+    )

@@ -26,6 +26,14 @@ def varied_rows(hidden_size: int, dtype: torch.dtype, *, seed: int = 0) -> Tenso
     return rows.to(dtype)
 
 
+def all_bfloat16(*, is_shuffled: bool) -> Tensor:
+    """Make rows [256, 256] of all bfloat16 values: by their bits, or in any order."""
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    if is_shuffled:
+        values = values[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
+    return values.view(256, 256)
+
+
 def half_neighbours() -> Tensor:
     """Make a row [1, N]: 127 for a scale of 1, then halves of both signs and the next numbers."""
     halves = torch.arange(0.5, 127, 1.0)

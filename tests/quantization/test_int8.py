@@ -133,10 +133,10 @@ def test_largest_numbers(profile: Int8Profile) -> None:
 
 def test_wrong_formats_and_inputs_are_refused() -> None:
     in_blocks = WireFormat(dtype=WireDtype.INT8, scale_block=128, scale_dtype=torch.float32)
-    with pytest.raises(ConfigError, match=r"int8/128 .*expected int8/0"):
+    with pytest.raises(ConfigError, match=r"int8/128, expected int8/0"):
         quantize(torch.zeros(1, 8), in_blocks)
     wire = WireTensor(data=torch.zeros(1, 8), format=in_blocks, scales=torch.zeros(1, 1))
-    with pytest.raises(ConfigError, match=r"int8/128 .*expected int8/0"):
+    with pytest.raises(ConfigError, match=r"int8/128, expected int8/0"):
         dequantize(wire, torch.float32)
     with pytest.raises(ShapeError, match=r"torch\.int32, expected"):
         quantize(torch.zeros(1, 8, dtype=torch.int32), INT8_PER_TOKEN)

@@ -13,15 +13,11 @@ from epcomm.group import EPGroup
 from epcomm.ops.slots import pack
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import PhasePlan
-from epcomm.quantization import dequantize
+from epcomm.quantization import ROW_ERRORS, dequantize
 from epcomm.records import DispatchOutput, MaskedDispatchOutput
 from epcomm.spec import MoESpec
 from epcomm.testing.data import RankBatch
-from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype
-
-# The largest error of an element as a share of the largest of its row: half a step of E4M3 at 448,
-# where steps are 32, and half a step of INT8 at 127.
-_ROW_ERRORS = {WireDtype.FP8_E4M3: 16 / 448, WireDtype.INT8: 0.5 / 127}
+from epcomm.types import RowsPer, WeightsAppliedBy
 
 
 class Epcomm(Contender[DispatchOutput]):
@@ -44,7 +40,7 @@ class Epcomm(Contender[DispatchOutput]):
         # Roundings: the sum of a (token, rank) before it is sent, the sum of a host between hosts,
         # and y.
         self.num_roundings = 2 if phase.buffer_spec.hosts is None else 3
-        error = _ROW_ERRORS.get(phase.buffer_spec.dispatch_format.dtype)
+        error = ROW_ERRORS.get(phase.buffer_spec.dispatch_format.dtype)
         if error is not None:
             self.row_error = error + torch.finfo(spec.dtype).eps / 2
         self._dispatcher = PhaseDispatchers(group, spec, config, chosen).prefill

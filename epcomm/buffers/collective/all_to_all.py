@@ -36,6 +36,7 @@ from epcomm.buffers.sizes import (
     index_region,
     rows_region,
     slot_regions,
+    sum_layout,
 )
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
@@ -69,9 +70,10 @@ from epcomm.ops.slots import (
     slots_by_row,
 )
 from epcomm.protocol import BatchFlags, FaultCode, fault_word
+from epcomm.quantization import dequantizer_for, quantizer_for
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import RowsPer
+from epcomm.types import SUM_DTYPES, RowsPer
 
 if TYPE_CHECKING:
     from epcomm.ops.with_triton import TritonRowOps
@@ -441,6 +443,15 @@ class RowsBuffer(OverCollectives, AddsBias):
                 rows_region("group slots", 4 * spec.top_k, per_token=returned, max_rows=max_pairs),
                 rows_region("addends", 8 * addends, per_token=1, max_rows=max_tokens),
             ]
+        max_returned = None if max_tokens is None else max_tokens * returned
+        dequantized = []
+        if spec.combine_format is not None:
+            float_bytes = torch.float32.itemsize * spec.hidden_size
+            dequantized.append(
+                rows_region(
+                    "dequantised sums", float_bytes, per_token=returned, max_rows=max_returned
+                )
+            )
         # SendOrder has two int64 for each row, and one offset for each token.
         order_bytes = 16 * copies + 8
         return (
@@ -461,12 +472,8 @@ class RowsBuffer(OverCollectives, AddsBias):
                 per_token=returned,
                 max_rows=max_pairs,
             ),
-            rows_region(
-                "returned rows",
-                row.combine,
-                per_token=returned,
-                max_rows=None if max_tokens is None else max_tokens * returned,
-            ),
+            rows_region("returned rows", row.combine, per_token=returned, max_rows=max_returned),
+            *dequantized,
         )
 
     @classmethod
@@ -488,6 +495,10 @@ class RowsBuffer(OverCollectives, AddsBias):
         super().__init__(calls, spec)
         self._mover = mover
         self._has_rest = mover.has_rest
+        self._sum_layout = sum_layout(spec)
+        if self._sum_layout is not None:
+            self._quantize = quantizer_for(self._collectives.device)
+            self._dequantize = dequantizer_for(self._collectives.device)
         # Memory for the rows that kernels pack during the exchange of headers.
         self._packed = Scratch(self._collectives.device, keeps=self._waits)
 
@@ -637,7 +648,9 @@ class RowsBuffer(OverCollectives, AddsBias):
         if scalars is not None:
             scalars = reduce_rows(scalars.contiguous(), exchange_plan.returned_of_token)
         has_weights = slot_weights is not None
-        return exchange_plan.total(returned, bias, has_weights=has_weights), scalars
+        y = exchange_plan.total(returned, bias, has_weights=has_weights)
+        # The sum of dequantised rows is float32.
+        return y.to(rows.dtype), scalars
 
     def return_rows(
         self,
@@ -648,11 +661,25 @@ class RowsBuffer(OverCollectives, AddsBias):
         slot_weights: Tensor | None,
         row_scalars: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Do the exchange of combine(); return the rows and scalars from all ranks, by rank."""
+        """Do the exchange of combine(); return the rows and scalars from all ranks, by rank.
+
+        With BufferSpec.combine_format rows without scalars are sent in this format, and returned in
+        float32.
+        """
         if (overwritten := self._mover.find_overwritten(exchange_plan)) is not None:
             # Announce the error, because ranks in grad mode own their rows and do not have it.
             self._announce(CallKind.COMBINE, exchange_plan.call, error=overwritten)
         make = exchange_plan.returned(rows, rows_per, slot_weights)
+        if row_scalars is None and self._sum_layout is not None:
+            sums = self._sum_layout
+            shape = (sums.row_bytes, torch.uint8)
+            returned = self._send_sums(
+                lambda part: sums.pack_sums(make(part), self._quantize),
+                exchange_plan,
+                shape,
+                CallKind.COMBINE,
+            )
+            return self._dequantize(sums.wire_tensor(returned), torch.float32), None
         if row_scalars is None:
             shape = (rows.shape[1], rows.dtype)
             return self._send_sums(make, exchange_plan, shape, CallKind.COMBINE), None
@@ -696,7 +723,7 @@ class CollectiveBuffer(RowsBuffer):
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return COLLECTIVE_CAPS
+        return replace(COLLECTIVE_CAPS, combine_dtypes=SUM_DTYPES)
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         super().__init__(calls, spec, RowMover(calls.collectives, waits=calls.waits))

@@ -1,9 +1,10 @@
-"""Quantise rows to FP8 e4m3 with one scale a block, to the bits of epcomm.quantization.quantize().
+"""Quantise rows to floats with one scale a block and restore them, to the bits of plain torch.
 
 Each thread holds 16 neighbouring elements of a block, so rows are read and codes written 16 bytes
 at a time, and the largest magnitude of a block needs three shuffles. Blocks of all rows are counted
-through, so that no program is left with a part of a row. Not yet timed: it should win wherever
-memory is the limit; one token is bound by the launch.
+through, so that no program is left with a part of a row; only rows with a scale of the row have a
+program each. Not yet timed: it should win wherever memory is the limit; one token is bound by the
+launch.
 """
 
 from __future__ import annotations
@@ -24,31 +25,39 @@ from epcomm.kernels.launch import (
     next_power_of_two,
     warps_for,
 )
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch, launch
+from epcomm.kernels.quantize.int8 import round_half_even
 from epcomm.platforms.cuda import compute_capability
-from epcomm.types import WireTensor
+from epcomm.types import ROW_SCALE_BYTES, WireDtype, WireFormat, WireTensor
 
 # Number of elements that a program of four warps holds, unless one block is larger.
 _TILE_ELEMENTS = 4 * ELEMENTS_PER_WARP
 # Ada is the first GPU that converts to e4m3 in hardware; older GPUs use integer arithmetic.
 _FIRST_WITH_E4M3 = (8, 9)
 
-# The constants are those of quantization/fp8.py; tests compare the bits of both.
+# The constants are those of quantization/floats.py; tests compare the bits of both.
 _E4M3_MAX = tl.constexpr(448.0)
+_E4M3_MAX_BITS = tl.constexpr(0x43E00000)
+_E2M1_MAX = tl.constexpr(6.0)
+_E2M1_MAX_BITS = tl.constexpr(0x40C00000)
 _RECIPROCAL_OF_MAX = tl.constexpr(0.0022321429569274187)
-_FRACTION_OF_E4M3_MAX = tl.constexpr(0x600000)
 _FRACTION_MASK = tl.constexpr(0x7FFFFF)
 _AMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)
+_ROW_AMAX_FLOOR = tl.constexpr(2688 * 2.0**-120)
 _MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _NAN_BITS = tl.constexpr(0x7FC00000)
 _E8M0_NAN = tl.constexpr(0xFF)
+# 2**-127, which e8m0 stores as 0, is a subnormal float32.
+_LEAST_POWER_BITS = tl.constexpr(0x400000)
 _E4M3_NAN = tl.constexpr(0x7F)
-# 2**-6, the smallest normal e4m3 number.
+# 2**-6, the smallest normal e4m3 number, and its bits.
+_E4M3_NORMAL = tl.constexpr(2.0**-6)
 _E4M3_NORMAL_BITS = tl.constexpr(0x3C800000)
 # In float32, 2**14 has a unit in the last place of 2**-9, as subnormal e4m3 numbers have.
 _SUBNORMAL_SHIFT = tl.constexpr(16384.0)
 _SUBNORMAL_SHIFT_BITS = tl.constexpr(0x46800000)
+_ROW_SCALE_BYTES = tl.constexpr(ROW_SCALE_BYTES)
 
 
 @triton.jit
@@ -69,8 +78,21 @@ def _e4m3_code(value: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _power_of_two(amax_bits: tl.tensor, MOST_BITS: tl.constexpr) -> tl.tensor:
+    """Return the biased exponent of the least power of two with amax <= most * power, at least 0.
+
+    With most = 448, amax = 448 has the exponent 127, and any larger amax the next.
+    """
+    # Bits of numbers have their order, so that a fraction beyond that of `most` carries.
+    return tl.maximum(((amax_bits - MOST_BITS + _FRACTION_MASK) >> 23) + 127, 0)
+
+
+@triton.jit
 def quantize_blocks(
-    x: tl.tensor, IS_POWER_OF_TWO: tl.constexpr, HAS_E4M3: tl.constexpr
+    x: tl.tensor,
+    IS_POWER_OF_TWO: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
+    FLOOR_BITS: tl.constexpr = _AMAX_FLOOR_BITS,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return codes [blocks, columns], uint8, and scales [blocks] of the rows of x, one block a row.
 
@@ -79,10 +101,9 @@ def quantize_blocks(
     # Magnitudes as integers have the order of the numbers, with NaN above infinity.
     amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)
     is_finite = amax_bits < _INFINITY_BITS
-    amax_bits = tl.maximum(tl.where(is_finite, amax_bits, 0), _AMAX_FLOOR_BITS)
+    amax_bits = tl.maximum(tl.where(is_finite, amax_bits, 0), FLOOR_BITS)
     if IS_POWER_OF_TWO:
-        exponent = (amax_bits >> 23) - 8
-        exponent += ((amax_bits & _FRACTION_MASK) > _FRACTION_OF_E4M3_MAX).to(tl.int32)
+        exponent = _power_of_two(amax_bits, _E4M3_MAX_BITS)
         scale = tl.where(is_finite, exponent, _E8M0_NAN).to(tl.uint8)
         factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
@@ -102,8 +123,48 @@ def quantize_blocks(
     return codes, scale
 
 
+@triton.jit
+def _quantize_blocks_fp4(
+    x: tl.tensor, HAS_ROW_SCALE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return e2m1 codes [blocks, columns], scales [blocks], and the bits of the scale of a row.
+
+    HAS_ROW_SCALE: x has all blocks of one row; otherwise the row has the scale 1.
+    The block 12 6 0.5 0, with powers of two, has the codes of 6 3 0 0 and the scale 128.
+    """
+    amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)
+    is_finite = amax_bits < _INFINITY_BITS
+    amax_bits = tl.where(is_finite, amax_bits, 0)
+    if HAS_ROW_SCALE:
+        amax = amax_bits.to(tl.float32, bitcast=True)
+        row_amax = tl.maximum(tl.max(amax, axis=0), _ROW_AMAX_FLOOR)
+        row_scale = tl.math.div_rn(row_amax, tl.zeros_like(row_amax) + _E4M3_MAX * _E2M1_MAX)
+        of_row = tl.zeros_like(amax) + row_scale
+        quotient = tl.math.div_rn(tl.math.div_rn(amax, tl.zeros_like(amax) + _E2M1_MAX), of_row)
+        quotient = tl.minimum(tl.maximum(quotient, _E4M3_NORMAL), _E4M3_MAX)
+        bits = quotient.to(tl.int32, bitcast=True)
+        # Keep 3 of 23 fraction bits of a normal number; the bias shrinks by 120.
+        code = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+        rounded = (code << 20).to(tl.float32, bitcast=True)
+        factor = tl.math.div_rn(tl.math.div_rn(tl.zeros_like(amax) + 1.0, of_row), rounded)
+        scale = tl.where(is_finite, code - (120 << 3), _E4M3_NAN).to(tl.uint8)
+        row_bits = row_scale.to(tl.int32, bitcast=True)
+    else:
+        exponent = _power_of_two(amax_bits, _E2M1_MAX_BITS)
+        scale = tl.where(is_finite, exponent, _E8M0_NAN).to(tl.uint8)
+        factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        row_bits = 0
+    scaled = tl.where(is_finite[:, None], x * factor[:, None], 0.0)
+    # Each of three roundings is right where the steps are 0.5, 1 and 2, and too large elsewhere.
+    magnitude = tl.minimum(tl.abs(scaled), _E2M1_MAX)
+    half = round_half_even(magnitude * 2)
+    one, two = round_half_even(magnitude) + 2, round_half_even(magnitude * 0.5) + 4
+    codes = tl.minimum(half, tl.minimum(one, two)).to(tl.int32)
+    return (codes | ((scaled.to(tl.int32, bitcast=True) >> 28) & 8)).to(tl.uint8), scale, row_bits
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
-def _quantize_fp8_kernel(
+def _quantize_floats_kernel(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -115,6 +176,9 @@ def _quantize_fp8_kernel(
     SCALES_STRIDE: tl.constexpr,
     IS_POWER_OF_TWO: tl.constexpr,
     HAS_E4M3: tl.constexpr,
+    FLOOR_BITS: tl.constexpr,
+    PER_ITEM: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> None:
@@ -122,25 +186,47 @@ def _quantize_fp8_kernel(
 
     HIDDEN = 5, BLOCK = 4, row 896 448 1 0 | 3.5: the magnitudes are 896 and 3.5, the power-of-two
     scales 2 and 2**-7 (stored as 128 and 120), the codes those of 448 224 0.5 0 | 448.
+    HAS_ROW_SCALE: a program has one row, with at most TILE_BLOCKS blocks.
     """
     BLOCKS_PER_ROW: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     block = tl.program_id(0) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
+    is_block = block < num_blocks
     # Rows become int64 before a stride multiplies them: they may begin beyond 2**31 elements.
-    row = (block // BLOCKS_PER_ROW).to(tl.int64)
-    block_of_row = block % BLOCKS_PER_ROW
+    if HAS_ROW_SCALE:
+        row, block_of_row = (block // TILE_BLOCKS).to(tl.int64), block % TILE_BLOCKS
+        is_block = block_of_row < BLOCKS_PER_ROW
+    else:
+        row, block_of_row = (block // BLOCKS_PER_ROW).to(tl.int64), block % BLOCKS_PER_ROW
     lane = tl.arange(0, TILE_COLUMNS)
     column = block_of_row[:, None] * BLOCK + lane[None, :]
-    is_block = block < num_blocks
     is_element = is_block[:, None] & (lane < BLOCK)[None, :] & (column < HIDDEN)
 
     x = tl.load(x_ptr + row[:, None] * X_STRIDE + column, mask=is_element, other=0.0)
-    codes, scale = quantize_blocks(x.to(tl.float32), IS_POWER_OF_TWO, HAS_E4M3)  # pyright: ignore[reportGeneralTypeIssues]
-    tl.store(scales_ptr + row * SCALES_STRIDE + block_of_row, scale, mask=is_block)
-    tl.store(codes_ptr + row[:, None] * CODES_STRIDE + column, codes, mask=is_element)
+    x, scale_ptr = x.to(tl.float32), scales_ptr + row * SCALES_STRIDE + block_of_row
+    if PER_ITEM == 1:
+        codes, scale = quantize_blocks(x, IS_POWER_OF_TWO, HAS_E4M3, FLOOR_BITS)  # pyright: ignore[reportGeneralTypeIssues]
+        tl.store(scale_ptr, scale, mask=is_block)
+        tl.store(codes_ptr + row[:, None] * CODES_STRIDE + column, codes, mask=is_element)
+    else:
+        codes, scale, row_bits = _quantize_blocks_fp4(x, HAS_ROW_SCALE)  # pyright: ignore[reportGeneralTypeIssues]
+        if HAS_ROW_SCALE:
+            # The bytes of the row's scale, lowest first, then those of blocks, padded with zeros.
+            PADDED: tl.constexpr = (BLOCKS_PER_ROW + 3) // 4 * 4
+            is_byte = block_of_row < _ROW_SCALE_BYTES
+            tl.store(scale_ptr, (row_bits >> (block_of_row % 4 * 8)).to(tl.uint8), mask=is_byte)
+            scale_ptr += _ROW_SCALE_BYTES
+            tl.store(scale_ptr, tl.where(is_block, scale, 0), mask=block_of_row < PADDED)
+        else:
+            tl.store(scale_ptr, scale, mask=is_block)
+        low, high = tl.split(tl.reshape(codes, [TILE_BLOCKS, TILE_COLUMNS // 2, 2]))
+        item = tl.arange(0, TILE_COLUMNS // 2)
+        place = block_of_row[:, None] * (BLOCK // 2) + item[None, :]
+        is_item = is_block[:, None] & (item < BLOCK // 2)[None, :] & (place < HIDDEN // 2)
+        tl.store(codes_ptr + row[:, None] * CODES_STRIDE + place, low | (high << 4), mask=is_item)
 
 
-def quantize_fp8_triton(hidden_states: Tensor, wire: WireTensor) -> None:
-    """Write codes and scales of rows, by the formula of quantization/fp8.py.
+def quantize_floats_triton(hidden_states: Tensor, wire: WireTensor) -> None:
+    """Write codes and scales of rows, by the formula of quantization/floats.py.
 
     Args:
         hidden_states: [T, H], bfloat16, float16 or float32, of any row stride.
@@ -154,32 +240,28 @@ def quantize_fp8_triton(hidden_states: Tensor, wire: WireTensor) -> None:
     """
     codes, scales = wire.data, wire.scales
     assert scales is not None, "quantised formats have scales"
-    check_rows("quantize_fp8_triton", hidden_states=hidden_states, codes=codes, scales=scales)
+    check_rows("quantize_floats_triton", hidden_states=hidden_states, codes=codes, scales=scales)
     num_rows, hidden_size = hidden_states.shape
-    scale_block = wire.format.scale_block or hidden_size
-    num_blocks = scales.numel()
+    num_blocks = num_rows * wire.format.num_blocks(hidden_size)
     if num_blocks >= 2**31:
         raise ShapeError(
-            f"quantize_fp8_triton: {num_rows} rows have {num_blocks} blocks, expected fewer than "
-            "2**31; quantise in parts"
+            f"quantize_floats_triton: {num_rows} rows have {num_blocks} blocks, expected fewer "
+            "than 2**31; quantise in parts"
         )
     if num_rows == 0:
         return
-    is_power_of_two = scales.dtype == torch.float8_e8m0fnu
-    prepared = _prepared(
+    blocks_of_program, prepared = _prepared(
         hidden_states.dtype,
         hidden_states.device,
         hidden_size,
         (hidden_states.stride(0), codes.stride(0), scales.stride(0)),
-        scale_block,
-        is_power_of_two,
+        wire.format,
     )
-    tile_blocks, _ = _tile_of(scale_block)
     prepared(
-        -(-num_blocks // tile_blocks),
+        -(-num_blocks // blocks_of_program),
         hidden_states,
         codes.view(torch.uint8),
-        scales.view(torch.uint8) if is_power_of_two else scales,
+        scales.view(torch.uint8) if scales.itemsize == 1 else scales,
         num_blocks,
     )
 
@@ -191,14 +273,21 @@ def _prepared(
     device: torch.device,
     hidden_size: int,
     strides: tuple[int, int, int],
-    scale_block: int,
-    is_power_of_two: bool,
-) -> PreparedLaunch:
-    """Return the launch for rows of one form; strides: of hidden states, codes and scales."""
-    tile_blocks, tile_columns = _tile_of(scale_block)
+    wire_format: WireFormat,
+) -> tuple[int, PreparedLaunch]:
+    """Return the blocks of a program and the launch for rows of one form.
+
+    strides: of hidden states, codes and scales.
+    """
+    kind, scale_block = wire_format.dtype, wire_format.scale_block or hidden_size
+    tile_columns = next_power_of_two(scale_block)
+    blocks = tile_blocks = max(1, _TILE_ELEMENTS // tile_columns)
+    if kind.has_row_scale:
+        blocks = wire_format.num_blocks(hidden_size)
+        tile_blocks = max(ROW_SCALE_BYTES, next_power_of_two(blocks))
     x_stride, codes_stride, scales_stride = strides
-    return PreparedLaunch(
-        _quantize_fp8_kernel,
+    return blocks, PreparedLaunch(
+        _quantize_floats_kernel,
         (CHANGES, CHANGES, CHANGES, CHANGES),
         dict(
             HIDDEN=hidden_size,
@@ -206,8 +295,11 @@ def _prepared(
             X_STRIDE=x_stride,
             CODES_STRIDE=codes_stride,
             SCALES_STRIDE=scales_stride,
-            IS_POWER_OF_TWO=is_power_of_two,
+            IS_POWER_OF_TWO=wire_format.has_exponents,
             HAS_E4M3=has_e4m3(device),
+            FLOOR_BITS=_AMAX_FLOOR_BITS.value if kind is WireDtype.FP8_E4M3 else 0,
+            PER_ITEM=kind.per_item,
+            HAS_ROW_SCALE=kind.has_row_scale,
             TILE_BLOCKS=tile_blocks,
             TILE_COLUMNS=tile_columns,
             num_warps=warps_for(tile_blocks * tile_columns),
@@ -216,10 +308,117 @@ def _prepared(
     )
 
 
-def _tile_of(scale_block: int) -> tuple[int, int]:
-    """Return the blocks of a program, and the columns that hold one block: both powers of two."""
+@triton.jit
+def _float_of(code: tl.tensor, SIGN: tl.constexpr, SHIFT: tl.constexpr) -> tl.tensor:
+    """Return the floats of e4m3 codes (SIGN 128, SHIFT 7) or of e2m1 codes (8, 9): 0x7E is 448.
+
+    The bits of a magnitude are those of a float16, whose exponent has a larger bias.
+    """
+    magnitude = code.to(tl.int16) & (SIGN - 1)
+    value = (magnitude << SHIFT).to(tl.float16, bitcast=True).to(tl.float32)
+    value *= 256.0 if SIGN == 128 else 16384.0
+    bits = value.to(tl.int32, bitcast=True)
+    if SIGN == 128:
+        bits = tl.where(magnitude == _E4M3_NAN, _NAN_BITS, bits)
+    # `-value` would be 0 - value, which loses the sign of zero.
+    sign = tl.where((code.to(tl.int16) & SIGN) != 0, -0x80000000, 0).to(tl.int32)
+    return (bits | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _restore_kernel(
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_blocks: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODES_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    HAS_EXPONENTS: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+    PER_ITEM: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+) -> None:
+    """Restore TILE_BLOCKS blocks a program: codes 0x30 0x38 (0.5, 1) with scale 2 are 1 and 2."""
+    BLOCKS_PER_ROW: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    block = tl.program_id(0) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
+    is_block = block < num_blocks
+    # Rows become int64 before a stride multiplies them: they may begin beyond 2**31 elements.
+    row, block_of_row = (block // BLOCKS_PER_ROW).to(tl.int64), block % BLOCKS_PER_ROW
+    of_row_ptr = scales_ptr + row * SCALES_STRIDE
+    if HAS_ROW_SCALE:
+        bits = tl.zeros([TILE_BLOCKS], tl.int32)
+        for byte in tl.static_range(_ROW_SCALE_BYTES):
+            bits |= tl.load(of_row_ptr + byte, mask=is_block, other=0).to(tl.int32) << (8 * byte)
+        scale = tl.load(of_row_ptr + _ROW_SCALE_BYTES + block_of_row, mask=is_block, other=0)
+        scale = _float_of(scale, 128, 7) * bits.to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(of_row_ptr + block_of_row, mask=is_block, other=0)
+        if HAS_EXPONENTS:
+            power = scale.to(tl.int32)
+            bits = tl.where(power == 0, _LEAST_POWER_BITS, power << 23)
+            bits = tl.where(power == _E8M0_NAN, _NAN_BITS, bits)
+            scale = bits.to(tl.float32, bitcast=True)
+
+    lane = tl.arange(0, TILE_COLUMNS)
+    column = block_of_row[:, None] * BLOCK + lane[None, :]
+    is_element = is_block[:, None] & (lane < BLOCK)[None, :] & (column < HIDDEN)
+    code_ptr = codes_ptr + row[:, None] * CODES_STRIDE + column // PER_ITEM
+    code = tl.load(code_ptr, mask=is_element, other=0)
+    if IS_INTEGER:
+        value = code.to(tl.int8, bitcast=True).to(tl.float32)
+    elif PER_ITEM == 2:
+        value = _float_of(code >> (column % 2 * 4).to(tl.uint8), 8, 9)
+    else:
+        value = _float_of(code, 128, 7)
+    tl.store(out_ptr + row[:, None] * HIDDEN + column, value * scale[:, None], mask=is_element)
+
+
+def restore_triton(wire: WireTensor) -> Tensor:
+    """Multiply codes [R, H] by their row-major scales: [R, H], float32.
+
+    Compiled for each format, H and strides.
+    Host sync: none.   Graph capture: after one call.   Deterministic: yes.
+    Raises:
+        ShapeError: a tensor is not on a GPU, or has not two dimensions.
+    """
+    wire_format = wire.format
+    codes, scales, hidden_size = wire.data, wire.scales, wire.hidden_size
+    assert scales is not None, "quantised formats have scales"
+    check_rows("restore_triton", codes=codes, scales=scales)
+    out = codes.new_empty(codes.shape[0], hidden_size, dtype=torch.float32)
+    num_blocks = codes.shape[0] * wire_format.num_blocks(hidden_size)
+    if num_blocks == 0:
+        return out
+    scale_block = wire_format.scale_block or hidden_size
     tile_columns = next_power_of_two(scale_block)
-    return max(1, _TILE_ELEMENTS // tile_columns), tile_columns
+    tile_blocks = max(1, _TILE_ELEMENTS // tile_columns)
+    launch(
+        _restore_kernel,
+        -(-num_blocks // tile_blocks),
+        (
+            codes.view(torch.uint8),
+            scales.view(torch.uint8) if scales.itemsize == 1 else scales,
+            out,
+            num_blocks,
+        ),
+        HIDDEN=hidden_size,
+        BLOCK=scale_block,
+        CODES_STRIDE=codes.stride(0),
+        SCALES_STRIDE=scales.stride(0),
+        HAS_EXPONENTS=wire_format.has_exponents,
+        HAS_ROW_SCALE=wire_format.dtype.has_row_scale,
+        IS_INTEGER=codes.dtype is torch.int8,
+        PER_ITEM=wire_format.dtype.per_item,
+        TILE_BLOCKS=tile_blocks,
+        TILE_COLUMNS=tile_columns,
+        num_warps=warps_for(tile_blocks * tile_columns),
+        **EXACT,
+    )
+    return out
 
 
 def has_e4m3(device: torch.device) -> bool:

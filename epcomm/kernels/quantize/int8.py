@@ -31,7 +31,7 @@ _ROUNDING_SHIFT = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _round_half_even(value: tl.tensor) -> tl.tensor:
+def round_half_even(value: tl.tensor) -> tl.tensor:
     """Round values of a magnitude below 2**22 to nearest even: 0.5 is 0, 1.5 is 2."""
     return (value + _ROUNDING_SHIFT) - _ROUNDING_SHIFT
 
@@ -48,7 +48,7 @@ def _round_quotient(quotient: tl.tensor, PROFILE: tl.constexpr) -> tl.tensor:
         return tl.floor(quotient + 0.5)
     quotient = tl.maximum(quotient, -_INT8_MAX)
     if PROFILE == "div":
-        return _round_half_even(quotient)
+        return round_half_even(quotient)
     # The cut is right for normal float16 numbers; smaller ones round to the code 0 either way.
     cut = (quotient.to(tl.int32, bitcast=True) & _FLOAT16_MASK).to(tl.float32, bitcast=True)
     # Adding half away from zero makes truncation round: -1.5 becomes -2.
@@ -108,7 +108,7 @@ def quantize_part(
             amax += _AMAX_EPSILON
         factor = tl.math.div_rn(_INT8_MAX, amax)
         is_usable = factor.to(tl.int32, bitcast=True) < _INFINITY_BITS
-        codes, scale = _round_half_even(x * factor), tl.math.div_rn(1.0, factor)
+        codes, scale = round_half_even(x * factor), tl.math.div_rn(1.0, factor)
     else:
         scale = tl.math.div_rn(amax, tl.zeros_like(amax) + _INT8_MAX)
         is_usable = scale > 0

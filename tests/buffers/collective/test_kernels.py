@@ -9,7 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from epcomm import DeepEPNormalDispatcher, EPConfig, EPGroup, Mode, MoESpec
+from epcomm import (
+    DeepEPNormalDispatcher,
+    EPConfig,
+    EPGroup,
+    Mode,
+    MoESpec,
+    WireDtype,
+    WireFormat,
+)
 from epcomm.buffers.collective.all_to_all import CollectiveExchangePlan
 from epcomm.ops import slots as kernels_by_device
 from epcomm.ops.slots import MemberTable, slots_by_row
@@ -50,6 +58,15 @@ def normal_mode_cases() -> list[object]:
 @pytest.mark.parametrize("scenario", normal_mode_cases())
 def test_normal_mode_keeps_its_contract(scenario: str, group: EPGroup) -> None:
     buffer_suite.run_scenario(scenario, env_of(group, "CollectiveBuffer"))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("_kernels")
+def test_rows_of_four_bits_and_quantised_sums_keep_the_contract() -> None:
+    wire, combine = (WireFormat(dtype=dtype) for dtype in (WireDtype.NVFP4, WireDtype.MXFP8))
+    with EPGroup() as group:
+        env = replace(env_of(group, "CollectiveBuffer"), wire=wire, combine=combine)
+        buffer_suite.run_scenario("holes", env)
 
 
 @pytest.mark.ranks(2)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from functools import partial
 from threading import get_ident
@@ -63,11 +63,9 @@ class Transfers:
         try:
             future = self._executor.submit(copy_context().run, self._run, call, is_inference)
         except RuntimeError as error:
-            raise HandleError(
-                f"{name}: the EPGroup is closed ({self._where}); make a new one"
-            ) from error
+            raise self._closed_error(name) from error
         self.last, self._begun[number] = future, name
-        pending = Pending(partial(self._take, future, number))
+        pending = Pending(partial(self._take, future, number, name))
         weakref.finalize(pending, self._drop, number).atexit = False
         return pending
 
@@ -83,6 +81,8 @@ class Transfers:
     def close(self) -> None:
         """End the thread after its current call. Local, idempotent."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+        # Nothing would tell settle() that a cancelled call has ended.
+        self.last = None
 
     def take_unfinished(self, *, is_last: bool = False) -> HandleError | None:
         """Return the error of a call that was begun and never waited for, once, or None. Local.
@@ -94,10 +94,15 @@ class Transfers:
         error, self._unfinished = self._unfinished, None
         return error
 
-    def _take(self, future: Future[T], number: int) -> T:
+    def _closed_error(self, name: str) -> HandleError:
+        return HandleError(f"{name}: the EPGroup is closed ({self._where}); make a new one")
+
+    def _take(self, future: Future[T], number: int, name: str) -> T:
         self._begun.pop(number, None)
         try:
             return future.result()
+        except CancelledError:
+            raise self._closed_error(name) from None
         finally:
             # Release the result, which the caller now owns.
             if self.last is future:

@@ -28,12 +28,13 @@ from epcomm.dispatchers.checks import NeedGrad
 from epcomm.dispatchers.dispatcher import Dispatcher
 from epcomm.micro_batches import Steps
 from epcomm.records import CombineInput, DispatchOutput, ExchangePlan, TopKOutput
+from epcomm.types import WireTensor, data_of
 from epcomm.weights.unquantized import ExpertTensors, LateGradient
 
 
 def run(
     dispatcher: Dispatcher[Any, Any],
-    x: Tensor,
+    x: Tensor | WireTensor,
     topk: TopKOutput,
     weights: ExpertTensors,
     compute: Callable[[DispatchOutput, ExpertTensors], CombineInput],
@@ -62,7 +63,7 @@ def run(
     plans: list[ExchangePlan] = []
 
     def steps(
-        x: Tensor, topk: TopKOutput, beside: Callable[[], object] | None
+        x: Tensor | WireTensor, topk: TopKOutput, beside: Callable[[], object] | None
     ) -> Iterator[Tensor | None]:
         """Compute one chunk, in three steps; the last returns y."""
         dispatching = dispatcher.dispatch_async(x, topk, experts_need_grad=experts_need_grad)
@@ -106,19 +107,30 @@ def run(
     return ys[0] if number == 1 else torch.cat(ys), plans
 
 
-def _split(x: Tensor, topk: TopKOutput, number: int) -> list[tuple[Tensor, TopKOutput]]:
+def _split(
+    x: Tensor | WireTensor, topk: TopKOutput, number: int
+) -> list[tuple[Tensor | WireTensor, TopKOutput]]:
     """Return `number` chunks of equal numbers of tokens, or one more; they may be empty.
 
-    Tensors that do not fit are in every chunk as they are, so that its dispatch reports them.
+    Arguments that do not fit are in every chunk as they are, so that its dispatch reports them.
     """
-    names = ("topk_ids", "topk_weights") + ("topk_groups",) * (topk.topk_groups is not None)
-    tensors = {"x": x} | {name: getattr(topk, name) for name in names}
-    fit = all(isinstance(each, Tensor) and each.dim() > 0 for each in tensors.values())
-    if number == 1 or not fit or len({each.shape[0] for each in tensors.values()}) != 1:
+    if number == 1 or not isinstance(x, Tensor | WireTensor) or not isinstance(topk, TopKOutput):
         return [(x, topk)] * number
-    parts = {name: each.tensor_split(number) for name, each in tensors.items()}
-    chunks = [{name: part[place] for name, part in parts.items()} for place in range(number)]
-    return [(chunk.pop("x"), replace(topk, **chunk)) for chunk in chunks]
+    names = ("topk_ids", "topk_weights") + ("topk_groups",) * (topk.topk_groups is not None)
+    tensors = {name: getattr(topk, name) for name in names}
+    every = (data_of(x), *tensors.values())
+    fit = all(isinstance(each, Tensor) and each.dim() > 0 for each in every)
+    if not fit or len({each.shape[0] for each in every}) != 1:
+        return [(x, topk)] * number
+    length, rest = divmod(len(every[0]), number)
+    chunks: list[tuple[Tensor | WireTensor, TopKOutput]] = []
+    for place in range(number):
+        begin = place * length + min(place, rest)
+        part = slice(begin, begin + length + (place < rest))
+        given = {name: each[part] for name, each in tensors.items()}
+        rows = x.part(part) if isinstance(x, WireTensor) else x[part]
+        chunks.append((rows, replace(topk, **given)))
+    return chunks
 
 
 class _Share(torch.autograd.Function):

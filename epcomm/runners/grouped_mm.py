@@ -82,7 +82,7 @@ class _LateProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
         slots, matrices, ends = ctx.saved_tensors  # type: ignore[attr-defined]
-        ctx.late.parts.append(partial(_gradient_of, matrices, slots, grad, ends))  # type: ignore[attr-defined]
+        ctx.late.leave(partial(_gradient_of, matrices, slots, grad, ends))  # type: ignore[attr-defined]
         needed = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
         return grouped_mm(grad, matrices.mT, offs=ends) if needed else None, None, None, None
 

@@ -73,12 +73,24 @@ class LateGradient:
         self.parts: list[Callable[[], Tensor]] = []
         self._number, self._num_added = number, 0
         self._sum: Tensor | None = None
+        self._task = -1
+
+    def leave(self, part: Callable[[], Tensor]) -> None:
+        """Keep the computation of a part for add(); drop those of earlier backward passes."""
+        self._begin_pass()
+        self.parts.append(part)
+
+    def _begin_pass(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self.parts, self._sum, self._num_added = task, [], None, 0
 
     def add(self, part: Tensor | None) -> Tensor | None:
         """Add a part, or compute one that was left; return the sum after the last, else None.
 
         The sum is rounded once: it is in float32 or wider.
         """
+        self._begin_pass()
         part = self.parts.pop(0)() if part is None else part
         if self._number == 1:
             return part

@@ -13,9 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from epcomm import EPConfig, EPError, EPGroup, ExpertParallelExperts, TopKOutput
 from epcomm.dispatchers.dispatcher import Dispatcher
 from epcomm.experts import PipelinePath
+from epcomm.quantization import quantize
 from epcomm.testing.data import BatchSpec, holed_ids, make_batch, make_weights
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
+from epcomm.types import WireDtype, WireFormat
 from epcomm.weights.unquantized import LateGradient
 from tests.cases.recorder import Recorder
 
@@ -202,4 +204,38 @@ def test_tensors_that_do_not_fit_are_reported_by_all_ranks() -> None:
         y = layer(x, topk)
         with pytest.raises(EPError):
             layer(torch.ones(5, 16) if group.rank == 1 else x, topk)
+        pair: Any = (topk.topk_ids, topk.topk_weights)
+        with pytest.raises(EPError):
+            layer(x, pair if group.rank == 1 else topk)
         assert torch.equal(layer(x, topk), y)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("chunks", [None, NUM_CHUNKS])
+def test_a_backward_of_the_inputs_alone_leaves_nothing_to_the_next(chunks: int | None) -> None:
+    with EPGroup() as group:
+        layer = layer_of(group, chunks=chunks)
+        expected = results_of(layer, SPEC)
+        x, topk = inputs_of(layer, SPEC)
+        x.requires_grad_()
+        y = layer(x, topk)
+        dy = make_batch(SPEC, group.rank, group.world_size).dy
+        torch.autograd.grad(1000 * y.sum(), x, retain_graph=True)
+        layer.zero_grad()
+        (y * dy).sum().backward()
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(parameter.grad, expected[name]), name
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_rows_that_are_quantised_already_are_divided_too() -> None:
+    with EPGroup() as group, torch.no_grad():
+        layers = [
+            layer_of(group, chunks=chunks, dispatch_dtype="fp8_e4m3")
+            for chunks in (None, NUM_CHUNKS)
+        ]
+        x, topk = inputs_of(layers[0], SPEC)
+        rows = quantize(x, WireFormat(dtype=WireDtype.FP8_E4M3))
+        y, expected = (layer(rows, topk) for layer in reversed(layers))
+        assert y.shape == expected.shape
+        assert relative_error(y, expected.double()) <= FP32_TOLERANCE

@@ -250,6 +250,24 @@ def test_a_call_that_nobody_waits_for_in_time_is_reported_by_close() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_close_does_not_wait_for_calls_that_it_cancels() -> None:
+    group, may_go_on = EPGroup(), Event()
+    transfers = group.calls.transfers
+    if transfers is None:
+        Rank(group, "collective")
+        transfers = group.calls.transfers
+    assert transfers is not None
+    running = transfers.begin(lambda: may_go_on.wait(LIMIT_S), "a call")
+    waiting = transfers.begin(lambda: None, "another call")
+    transfers.close()
+    with pytest.raises(HandleError, match=r"another call: the EPGroup is closed \(rank"):
+        waiting.wait()
+    may_go_on.set()
+    assert running.wait()
+    group.close()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_failure_on_the_thread_is_raised_by_wait_on_all_ranks(
     backend: str, monkeypatch: pytest.MonkeyPatch

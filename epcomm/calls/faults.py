@@ -25,6 +25,7 @@ from epcomm.protocol import (
     COMPARED_FLAGS,
     FAULT_MASK,
     FLAGS_SHIFT,
+    MAX_TRAINED,
     TRAINED_SHIFT,
     BatchFlags,
     FaultCode,
@@ -157,10 +158,13 @@ def check_gradients(flags: Sequence[int], names: RankNames, expert_names: Sequen
         raise error
     frozen: dict[str, list[str]] = {}
     faulty_rank = 0
-    for place, name in enumerate(expert_names):
+    # Another rank may have named tensors that this one has not.
+    for place in range(MAX_TRAINED if len(set(flags)) > 1 else 0):
         bit = 1 << (TRAINED_SHIFT + place)
         ranks = [r for r, flag in enumerate(flags) if not flag & bit]
         if 0 < len(ranks) < len(flags):
+            is_named = place < len(expert_names)
+            name = expert_names[place] if is_named else f"expert tensor {place}"
             frozen.setdefault(names.describe(ranks), []).append(name)
             faulty_rank = names.numbers[ranks[0]]
     if frozen:

@@ -491,3 +491,13 @@ def test_rank_that_calls_alone_hears_of_its_fault_and_not_only_of_the_silence() 
             with pytest.raises(HandleError, match="was combined before") as caught:
                 play.dispatcher.combine(play.spent)
             assert isinstance(caught.value.__cause__, EPTimeout)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_expert_tensors_that_only_one_rank_names_are_reported_by_all() -> None:
+    with playing(KINDS["collective"]) as play:
+        named = {"first": True, "second": True} if play.group.rank == 0 else False
+        with pytest.raises(
+            ConfigError, match=r"(first, second|tensor 0, expert tensor 1) are frozen"
+        ):
+            play.dispatcher.dispatch(play.x, play.topk, experts_need_grad=named)

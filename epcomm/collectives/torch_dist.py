@@ -21,7 +21,7 @@ from epcomm.collectives.base import Collectives, check_sendable, receiving
 from epcomm.collectives.bounded import SLICE_S, BoundedWait
 from epcomm.collectives.failure_board import StoreFailureBoard
 from epcomm.collectives.gloo_threads import settle_at_exit
-from epcomm.errors import ConfigError, EPError, HandleError
+from epcomm.errors import ConfigError, HandleError
 
 # The device type that each backend supports.
 _DEVICE_OF_BACKEND = {"gloo": "cpu", "mpi": "cpu", "fake": "cpu", "nccl": "cuda", "hccl": "npu"}
@@ -31,8 +31,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 # Key in the store of a process group: the number of times that split() divided its ranks.
 _NUM_DIVISIONS = "epcomm/divisions"
-# Attempts to connect the ranks.
-_CONNECT_TRIES = 3
 
 # Seconds by which gloo's own timeout is later than ours, so that ours is reported.
 _MARGIN_S = 0.25
@@ -182,28 +180,21 @@ def _connected(
     Collective: yes, over all ranks of `whole`, each with its own part.
     """
     assert whole.bounded is not None, "the host waits in collectives of gloo"
-    store, problem = process_group.get_group_store(), None
-    for _ in range(_CONNECT_TRIES):
-        mine = store.add(_NUM_DIVISIONS, 1) if whole.rank == 0 else 0
-        told = whole.gather_records({"number": mine}, phase="dividing the ranks")
-        connected = None
-        try:
-            # ProcessGroupGloo has all methods of a process group that are called here.
-            connected = dist.ProcessGroupGloo(
-                PrefixStore(f"{_NUM_DIVISIONS}/{told[0]['number']}/{ranks[0]}", store),
-                list(ranks).index(whole.rank),
-                len(ranks),
-                timedelta(seconds=whole.bounded.timeout_s),
-            )
-        except RuntimeError as error:
-            # gloo breaks connections that it makes if another is closed meanwhile.
-            problem = error
-        # No rank may close its connections while others still make theirs.
-        record = {"connected": int(connected is not None)}
-        told = whole.gather_records(record, phase="connecting the ranks")
-        if connected is not None and all(each["connected"] for each in told):
-            return connected  # type: ignore[return-value]
-    raise EPError(f"the ranks cannot connect over gloo ({problem}); make a new group") from problem
+    # gloo waits for keys of other ranks, and a store that waits serves no other thread: a clone has
+    # a connection of its own.
+    store = process_group.get_group_store().clone()
+    mine = store.add(_NUM_DIVISIONS, 1) if whole.rank == 0 else 0
+    number = whole.gather_records({"number": mine}, phase="dividing the ranks")[0]["number"]
+    # ProcessGroupGloo has all methods of a process group that are called here.
+    connected = dist.ProcessGroupGloo(
+        PrefixStore(f"{_NUM_DIVISIONS}/{number}/{ranks[0]}", store),
+        list(ranks).index(whole.rank),
+        len(ranks),
+        timedelta(seconds=whole.bounded.timeout_s),
+    )
+    # A rank that closes its connections before others have made theirs would break those.
+    whole.gather_records({"number": number}, phase="connecting the ranks")
+    return connected  # type: ignore[return-value]
 
 
 def _run(

@@ -1,4 +1,8 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -6,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm import ConfigError, EPGroup, HandleError, ShapeError
+from epcomm.collectives import torch_dist
 from epcomm.collectives.torch_dist import TorchDistCollectives
 
 NUM_RANKS = 4
@@ -169,3 +174,35 @@ def test_a_closed_group_lets_go_of_its_process_group() -> None:
     assert group.collectives.process_group is None
     with pytest.raises(HandleError, match="collective: the EPGroup is closed"):
         group.calls.gather_records({})
+
+
+@pytest.mark.ranks(2)
+def test_ranks_connect_while_another_thread_waits_on_the_store(group: EPGroup) -> None:
+    # gloo waits so while another group of the process connects, and the ranks would deadlock.
+    store = dist.distributed_c10d._get_default_store()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(store.wait, ["never set"], timedelta(seconds=4))
+        time.sleep(0.2)
+        begun_s = time.monotonic()
+        group.calls.open_transfers()
+        assert time.monotonic() - begun_s < 2
+        with pytest.raises(dist.DistStoreError):
+            waiting.result()
+
+
+@pytest.mark.ranks(2)
+def test_no_rank_goes_on_before_all_are_connected(
+    group: EPGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Closing a connection breaks those that other ranks still make.
+    connect = dist.ProcessGroupGloo
+
+    def connect_slowly(*arguments: Any) -> dist.ProcessGroupGloo:  # noqa: ANN401
+        made = connect(*arguments)
+        time.sleep(0.5 * group.rank)
+        return made
+
+    monkeypatch.setattr(torch_dist.dist, "ProcessGroupGloo", connect_slowly)
+    begun_s = time.monotonic()
+    group.calls.open_transfers()
+    assert time.monotonic() - begun_s >= 0.5

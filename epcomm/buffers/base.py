@@ -281,8 +281,8 @@ class AddsBias(Buffer):
     ) -> tuple[Tensor, Tensor | None]:
         """Combine like Buffer.combine(), and add the bias if it is given.
 
-        bias: [T, H], float32 (float64 with float64 rows), contiguous. The sum with the bias
-            is rounded once.
+        bias: [T, H], float32 (float64 with float64 rows), contiguous. The sum starts with the bias,
+            adds the ranks in order, and is rounded once.
         """
 
 

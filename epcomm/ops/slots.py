@@ -66,6 +66,20 @@ class Members:
         first, end = int(offsets[0]), int(offsets[-1])
         return Members(flat=self.flat[first:end], offsets=offsets - first)
 
+    def led(self) -> Members:
+        """Put source t in front of those of target t, whose numbers all grow by the targets.
+
+        The sources [5, 7] and [] become [0, 7, 9] and [1].   Host sync: none.
+        """
+        assert not self.has_tail, "a tail has no target"
+        targets = torch.arange(self.num_targets, device=self.flat.device)
+        target_of_member = torch.repeat_interleave(
+            targets, self.offsets.diff(), output_size=self.flat.shape[0]
+        )
+        order = torch.cat([targets, target_of_member]).argsort(stable=True)
+        flat = torch.cat([targets, self.flat + self.num_targets])[order]
+        return Members(flat=flat, offsets=self.offsets + F.pad(targets + 1, (1, 0)))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemberTable:
@@ -79,6 +93,13 @@ class MemberTable:
     def part(self, targets: slice) -> MemberTable:
         """Return the members of a range of neighbouring targets. Host sync: none."""
         return MemberTable(table=self.table[targets])
+
+    def led(self) -> MemberTable:
+        """Put source t in front, as Members.led() does. Host sync: none."""
+        num_targets = self.table.shape[0]
+        first = torch.arange(num_targets, dtype=self.table.dtype, device=self.table.device)
+        moved = torch.where(self.table < 0, -1, self.table + num_targets)
+        return MemberTable(table=torch.cat([first.unsqueeze(1), moved], dim=1))
 
 
 AnyMembers = Members | MemberTable
@@ -390,11 +411,13 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
 
 
 def reduce_rows_onto(bias: Tensor, rows: Tensor, members: AnyMembers) -> Tensor:
-    """Sum as reduce_rows() does, and add bias [targets, H], in sum_dtype(), before the cast.
+    """Sum as reduce_rows() does, onto bias [targets, H], of which each sum begins with a row.
+
+    bias: in sum_dtype() of the rows. For the sum there is a copy of the rows in this dtype.
 
     Host sync: none.   Deterministic: yes.
     """
-    return (reduce_rows(rows.to(bias.dtype), members) + bias).to(rows.dtype)
+    return reduce_rows(torch.cat([bias, rows.to(bias.dtype)]), members.led()).to(rows.dtype)
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

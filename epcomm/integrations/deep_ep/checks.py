@@ -126,7 +126,7 @@ class Check:
             self.tensor(name, stats, (num_local,), (torch.int32,))
 
     def biases(self, bias: XTensors | None, exchange: RowExchange) -> tuple[Tensor, ...]:
-        """Require none, one or two tensors to add to the sums of an exchange; return them."""
+        """Require none, one or two tensors that the sums of an exchange begin with; return them."""
         biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
         if len(biases) > 2:
             fault = f"bias is a tuple of {len(biases)}, expected two tensors at most"

@@ -312,7 +312,7 @@ def return_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Sum rows [R, H] over the ranks of each token, unweighted, and weights [R, K] too.
 
-    bias: [T, H], float32, which is added to the sums.
+    bias: [T, H], float32, with which the sums begin.
     rows_per: SLOT: x is [C, H], by slot, and a rank sums and rounds those of a row first.
 
     Returns: [T, H], and [T, K] or None.

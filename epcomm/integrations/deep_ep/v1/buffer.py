@@ -303,7 +303,7 @@ class Buffer:
 
         topk_weights [R, K] are summed in the same way, entry by entry, also where the id is -1:
         pass 0 there if only the rank of an expert is to return its weight. Sums, which are float32
-        and rounded once, include the bias: [T, H] in the dtype of x, or two of them.
+        and rounded once, begin with the bias: [T, H] in the dtype of x, or two of them.
 
         Collective: yes.   Host sync: none.   Lifetime: the caller owns the results.
         """

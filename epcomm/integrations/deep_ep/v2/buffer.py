@@ -350,7 +350,7 @@ class ElasticBuffer:
                 and the program has read or set handle.recv_src_metadata: any rows that it names.
             topk_weights: [N, K], float32, of which those of experts of this rank are returned, or
                 [N] if expanded, the weight of each row; alike on all ranks.
-            bias: none, one or two of [T, H], bfloat16, added to the sums; these are
+            bias: none, one or two of [T, H], bfloat16, with which the sums begin; these are
                 float32, and rounded once.
             previous_event, previous_event_before_epilogue: what the call waits for.
 

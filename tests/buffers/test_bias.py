@@ -21,8 +21,11 @@ CPU_BUFFERS = ("SharedMemoryBuffer",)
 
 
 def results_of(x: Tensor, rank: int) -> Tensor:
-    """Return the results of a rank for its rows: bfloat16 numbers with many significant bits."""
-    return (x.float() * (rank + 1) / 7).to(x.dtype)
+    """Return the results of a rank for its rows: bfloat16 numbers with many significant bits.
+
+    Those of rank 0 are so large that float32 loses the bits of the others in their sum.
+    """
+    return (x.float() * (rank + 1) / 7 * (2**20 if rank == 0 else 1)).to(x.dtype)
 
 
 def expected_y(bias: Tensor, x: Tensor, topk_ids: Tensor, num_ranks: int) -> Tensor:
@@ -61,7 +64,9 @@ def check_bias(name: str) -> None:
         out = buffer.dispatch(call)
         x, ids = call.unquantized, call.topk_ids
         rows = results_of(out.rows.data, group.rank)
+        # A sum that begins with it keeps those bits.
         bias = torch.randn(x.shape, generator=torch.Generator().manual_seed(group.rank))
+        bias -= results_of(x.cpu(), 0).float()
         expected = expected_y(bias, x.cpu(), ids.cpu(), group.world_size).to(group.device)
         bias = bias.to(group.device)
         scalars = torch.ones(rows.shape[0], TOP_K, device=group.device)

@@ -531,24 +531,16 @@ class PipelinePath:
         meanwhile: Callable[[], object] | None = None,
     ) -> Tensor:
         """Dispatch, compute, combine and count one batch; see ExpertParallelExperts.forward."""
-        dispatcher, trained = self._enter(weights, decode=decode)
         number = 1 if decode else self._config.chunks or 1
-        if dispatcher.is_asynchronous and (
-            number > 1 or meanwhile is not None or (trained and weights.requires_grad)
+        needs_grad = torch.is_grad_enabled() and weights.requires_grad
+        if self.phases.any_of(decode=decode).is_asynchronous and (
+            number > 1 or meanwhile is not None or needs_grad
         ):
-            call = chunks.run(
-                dispatcher,
-                x,
-                topk,
-                weights,
-                self._run_experts,
-                number=number,
-                experts_need_grad=trained,
-                meanwhile=meanwhile,
+            call = self.steps(
+                *(x, topk, weights, counter), decode=decode, number=number, meanwhile=meanwhile
             )
-            y, plans = interleave(call)[0]
-            count_batch(counter, y.shape[0], *plans)
-            return y
+            return interleave(call)[0]
+        dispatcher, trained = self._enter(weights, decode=decode)
         out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
         try:
             results = self._run_experts(out, weights)
@@ -568,9 +560,10 @@ class PipelinePath:
         counter: LayerCounter,
         *,
         decode: bool,
+        number: int = 1,
         meanwhile: Callable[[], object] | None = None,
     ) -> Steps[Tensor]:
-        """Run one batch, and yield while it is sent and returned; only if begins()."""
+        """Run one batch in a number of chunks, and yield while they are sent; only if begins()."""
         dispatcher, trained = self._enter(weights, decode=decode)
         y, plans = yield from chunks.run(
             dispatcher,
@@ -578,7 +571,7 @@ class PipelinePath:
             topk,
             weights,
             self._run_experts,
-            number=1,
+            number=number,
             experts_need_grad=trained,
             meanwhile=meanwhile,
         )

@@ -203,7 +203,7 @@ class WireFormat:
 
     @property
     def has_exponents(self) -> bool:
-        """Whether each scale is a power of two, in one byte."""
+        """Return whether each scale is a power of two, in one byte."""
         return self.scale_dtype is torch.float8_e8m0fnu
 
     def num_blocks(self, hidden_size: int) -> int:

@@ -124,7 +124,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether dispatch_async() and combine_async() begin the whole transfer.
+        """Return whether dispatch_async() and combine_async() begin the whole transfer.
 
         True on CPU ranks over gloo, except for kernels of vendors; not while a TorchDispatchMode
         must see the operators.

@@ -212,7 +212,7 @@ def _cubin() -> bytes:
 
 
 def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> None:
-    """Compute what its namesake in fp8.py does.
+    """Multiply rows by gate and up, activate and quantise the products: see fp8.py.
 
     From PACKED_BYTES on, rows of experts with PACKED_SLOTS_PER_EXPERT slots or more are copied into
     the order of slots first, if C has so many for each expert; this allocates [C, H] bytes until

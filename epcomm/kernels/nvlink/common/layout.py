@@ -43,7 +43,7 @@ _PLANE_ALIGNMENT = VECTOR_BYTES // _WORD_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLayout(ABC):
-    """Compute where the regions of a block begin, in bytes.
+    """The offsets in bytes of the regions of a block.
 
     Strides of rows are multiples of VECTOR_BYTES.
 

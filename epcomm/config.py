@@ -156,13 +156,13 @@ class EPConfig:
         # Plain strings are welcome (files, command lines); the fields hold the enums.
         object.__setattr__(self, "mode", enum_member("EPConfig: mode", Mode, self.mode))
         object.__setattr__(self, "router", enum_member("EPConfig: router", Router, self.router))
+        sums = sorted(dtype.value for dtype in SUM_DTYPES)
+        is_sum = self.combine_dtype in (None, *sums)
+        _expect("combine_dtype", self.combine_dtype, is_sum, f"one of {sums}, or None")
         for name, kind in _OPTIONAL_ENUMS.items():
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, enum_member(f"EPConfig: {name}", kind, value))
-        sums = sorted(dtype.value for dtype in SUM_DTYPES)
-        is_sum = self.combine_dtype is None or self.combine_dtype in SUM_DTYPES
-        _expect("combine_dtype", self.combine_dtype, is_sum, f"one of {sums}, or None")
         for name in _OPTIONAL_SIZES:
             value = getattr(self, name)
             _expect(name, value, value is None or is_size(value), f"1 to {MAX_SIZE}, or None")

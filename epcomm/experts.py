@@ -443,8 +443,14 @@ class ExpertParallelExperts(nn.Module):
     def explain(self) -> str:
         """Describe the plan, the rejected candidates with their reasons, and the placement."""
         chosen = self.path.chosen if isinstance(self.path, PipelinePath) else self.plan
+        lines = [chosen.explain()]
+        if self.config.chunks is not None:
+            path, how = self.path, "not used, because calls are not begun here"
+            if isinstance(path, PipelinePath) and path.phases.any_of(decode=False).is_asynchronous:
+                how = str(self.config.chunks)
+            lines.append(f"chunks: {how}")
         if self.placement is None:
-            return chosen.explain()
+            return "\n".join(lines)
         memory = MoveMemory.of(
             self._kind.tensors(), num_physical=self.num_experts, num_ranks=self.group.world_size
         )
@@ -452,7 +458,7 @@ class ExpertParallelExperts(nn.Module):
             f"moved in pieces: at most {memory.device_bytes} B on the device and "
             f"{memory.host_bytes} B on the host, and as much for each state of an optimizer there"
         )
-        return "\n".join((chosen.explain(), self.placement.describe(), limit))
+        return "\n".join((*lines, self.placement.describe(), limit))
 
     def stats(self) -> EPStats:
         """Return counts since construction. Local. Host sync: when counts by expert are read."""

@@ -200,6 +200,7 @@ def test_ranks_that_disagree_on_chunks_are_refused() -> None:
 def test_tensors_that_do_not_fit_are_reported_by_all_ranks() -> None:
     with EPGroup() as group:
         layer = layer_of(group, chunks=NUM_CHUNKS)
+        assert layer.explain().endswith(f"chunks: {NUM_CHUNKS}")
         x, topk = inputs_of(layer, SPEC)
         y = layer(x, topk)
         with pytest.raises(EPError):

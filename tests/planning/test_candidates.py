@@ -77,9 +77,10 @@ def test_a_plan_and_its_buffer_take_one_exchange_each(monkeypatch: pytest.Monkey
         group.open_buffer(chosen.prefill.buffer, spec)
         group.open_buffer(chosen.prefill.buffer, replace(spec, max_tokens_per_rank=4))
     # The record follows the header with which every call begins. The first buffer of a group also
-    # connects its ranks for calls that are begun.
+    # connects its ranks for calls that are begun, which wait for one another.
     opened = "open_buffer, records"
-    assert phases == ["plan, records", opened, "dividing the ranks", opened]
+    connected = ["dividing the ranks", "connecting the ranks"]
+    assert phases == ["plan, records", opened, *connected, opened]
 
 
 @pytest.mark.ranks(NUM_RANKS)

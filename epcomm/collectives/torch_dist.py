@@ -181,8 +181,8 @@ def _connected(
     """
     assert whole.bounded is not None, "the host waits in collectives of gloo"
     # gloo waits for keys of other ranks, and a store that waits serves no other thread: a clone has
-    # a connection of its own.
-    store = process_group.get_group_store().clone()
+    # a connection of its own. torch's annotations do not declare clone().
+    store = process_group.get_group_store().clone()  # type: ignore[attr-defined]
     mine = store.add(_NUM_DIVISIONS, 1) if whole.rank == 0 else 0
     number = whole.gather_records({"number": mine}, phase="dividing the ranks")[0]["number"]
     # ProcessGroupGloo has all methods of a process group that are called here.

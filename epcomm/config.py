@@ -87,8 +87,9 @@ class EPConfig:
         caller routes.
     dispatch_dtype: format of rows in dispatch (docs/formats.md); None: that which the expert
         weights need. If it is not quantised, rows of combine and backward have it too.
-    combine_dtype: format to which combine quantises the sums of a rank, which the source rank adds
-        in float32: fp8_e4m3, mxfp8 or nvfp4; None: that of unquantised rows. Forward only.
+    combine_dtype: format to which combine quantises the sums of a rank, between hosts those of a
+        host, which the source rank adds in float32: fp8_e4m3, mxfp8 or nvfp4; None: that of
+        unquantised rows. Forward only.
     combine_dtype_with_gradients: permit combine_dtype where gradients are needed: they ignore the
         quantisation, and are sent unquantised.
     dispatch_scales: scales of FP8 rows in dispatch; None: those that the expert weights need.

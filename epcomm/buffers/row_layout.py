@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from epcomm.calls.call import DispatchCall
-from epcomm.quantization import Quantizer, row_major
+from epcomm.quantization import row_major
 from epcomm.types import ROW_ALIGNMENT_BYTES, WireFormat, WireTensor, align_up
 
 
@@ -101,12 +101,6 @@ class RowLayout:
         rows = data.new_empty(data.shape[0], self.row_bytes, dtype=torch.uint8)
         self.data(rows).copy_(data)
         self.scalars(rows).copy_(scalars)
-        return rows
-
-    def pack_sums(self, sums: Tensor, quantize: Quantizer) -> Tensor:
-        """Quantise sums [N, H] into one message: [N, row_bytes], uint8."""
-        rows = sums.new_empty(sums.shape[0], self.row_bytes, dtype=torch.uint8)
-        quantize(sums, self.format, out=self.wire_tensor(rows))
         return rows
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from epcomm.buffers.row_layout import RowLayout
@@ -201,9 +202,8 @@ class RowBytes:
         Forward: dispatch sends elements, ids and weights; combine sends sums. Backward: dispatch
         sends gradients; combine sends gradients of rows and weights.
         """
-        returned_size = spec.hidden_size
-        if world_size is not None:
-            returned_size *= spec.returned_columns(world_size)
+        num_columns = 1 if world_size is None else spec.returned_columns(world_size)
+        returned_size = num_columns * spec.hidden_size
         layout = RowLayout(
             hidden_size=returned_size if backward else spec.hidden_size,
             top_k=spec.top_k,
@@ -217,7 +217,7 @@ class RowBytes:
         combine = spec.hidden_format.data_bytes(returned_size)
         return cls(
             dispatch=layout.row_bytes,
-            combine=combine if quantized is None else quantized.row_bytes,
+            combine=combine if quantized is None else num_columns * quantized.row_bytes,
         )
 
 
@@ -227,6 +227,34 @@ def sum_layout(spec: BufferSpec) -> RowLayout | None:
         return None
     return RowLayout(
         hidden_size=spec.hidden_size, top_k=0, format=spec.combine_format, has_ids=False
+    )
+
+
+def sum_regions(
+    spec: BufferSpec,
+    per_token: int,
+    *,
+    sent: int | None,
+    returned: int | None,
+    num_columns: int = 1,
+) -> tuple[Region, ...]:
+    """Return the regions of the rows that combine sends, and of those that return to this rank.
+
+    Quantised sums exist unquantised before and after the exchange too.
+
+    per_token: rows that a token adds.   num_columns: the sums of a row.
+    sent, returned: the most rows of a rank, or None for no limit.
+    """
+    size, layout = num_columns * spec.hidden_size, sum_layout(spec)
+    row_bytes = spec.hidden_format.data_bytes(size)
+    sizes = [("partial sums", row_bytes, sent), ("returned rows", row_bytes, returned)]
+    if layout is not None:
+        row_bytes = num_columns * layout.row_bytes
+        sizes[1:] = [("quantised sums", row_bytes, sent), ("returned rows", row_bytes, returned)]
+        sizes.append(("dequantised sums", torch.float32.itemsize * size, returned))
+    return tuple(
+        rows_region(name, row_bytes, per_token=per_token, max_rows=max_rows)
+        for name, row_bytes, max_rows in sizes
     )
 
 

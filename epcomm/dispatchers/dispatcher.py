@@ -502,9 +502,9 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         """Return the error of a closed dispatcher or of a call that needs gradients, or None."""
         if self._is_closed:
             return self._closed_error("dispatch")
-        is_wire = isinstance(hidden_states, WireTensor)
-        sums = None if self._quantizes_with_gradients else self._spec.combine_format
-        if self.plan.caps.trainable and not is_wire and sums is None:
+        is_wire, trains = isinstance(hidden_states, WireTensor), self.plan.caps.trainable
+        sums = self._spec.combine_format if trains and not self._quantizes_with_gradients else None
+        if trains and not is_wire and sums is None:
             return None
         if not needs_gradients(hidden_states, topk, experts_need_grad):
             return None

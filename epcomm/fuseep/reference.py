@@ -43,6 +43,7 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
             COLLECTIVE_CAPS,
             trainable=False,
             wire_dtypes=frozenset({WireDtype.INT8}),
+            combine_dtypes=frozenset(),
         )
 
     @classmethod

@@ -155,11 +155,13 @@ class GroupSums:
             weights = None
         return lambda part: sum_weighted(rows, members.part(part), weights)
 
-    def total(self, returned: Tensor, bias: Tensor | None, *, has_weights: bool) -> Tensor:
-        """Return y [T, H] of returned rows [W, T, num_columns * H], onto bias [T, H] or None."""
+    def total(
+        self, returned: Tensor, dtype: torch.dtype, bias: Tensor | None, *, has_weights: bool
+    ) -> Tensor:
+        """Return y [T, H], in `dtype`, of returned rows [W, T, num_columns * H], onto the bias."""
         columns = returned.unflatten(2, (self.num_columns, -1))
         if self.source is None:
-            return sum_parts(columns.transpose(1, 2).flatten(0, 1), returned.dtype, bias)
+            return sum_parts(columns.transpose(1, 2).flatten(0, 1), dtype, bias)
         assert bias is None, "no client with a bias has experts of a group on several ranks"
         return self.source.total(columns.flatten(0, 2), has_weights=has_weights)
 

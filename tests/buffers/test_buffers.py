@@ -151,7 +151,7 @@ def test_quantized_rows_keep_the_contract(
 
 
 @pytest.mark.ranks(2, slow=(4,))
-@pytest.mark.parametrize("case", ["normal", "shared_memory"])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("wire", ["fp8", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("scenario", ["holes", "traffic", "stand_alone", "combine_faults"])
 def test_quantised_sums_keep_the_contract(scenario: str, wire: str, case: str) -> None:

@@ -33,7 +33,9 @@ class Case:
         return self.config.replicated
 
 
-CONFIG = EPConfig(backend="collective", max_tokens_per_rank=MAX_TOKENS)
+CONFIG = EPConfig(
+    backend="collective", max_tokens_per_rank=MAX_TOKENS, combine_dtype_with_gradients=True
+)
 CASES = {
     "collective": Case(DeepEPNormalDispatcher, CONFIG),
     "budget": Case(DeepEPNormalDispatcher, replace(CONFIG, max_recv_slots=40)),
@@ -57,13 +59,18 @@ def routing(
 
 
 @pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("combine_dtype", [None, "mxfp8"])
 @pytest.mark.parametrize("sum_groups", [None, 2, 6])
 @pytest.mark.parametrize(
     ("name", "has_gradients"),
     [(name, False) for name in CASES] + [(name, True) for name in CASES if name != "low_latency"],
 )
 def test_plan_counts_the_bytes_that_leave_a_rank(
-    name: str, has_gradients: bool, sum_groups: int | None, group: EPGroup
+    name: str,
+    has_gradients: bool,
+    sum_groups: int | None,
+    combine_dtype: str | None,
+    group: EPGroup,
 ) -> None:
     case = CASES[name]
     with torch.set_grad_enabled(has_gradients):
@@ -71,7 +78,7 @@ def test_plan_counts_the_bytes_that_leave_a_rank(
         spec = MoESpec(hidden_size=37, num_experts=6, top_k=3, dtype=torch.bfloat16)
         sources = [0 if case.is_replicated else rank for rank in range(NUM_RANKS)]
         topks = [routing(source, 3 + 2 * source, 6, 3, group.device) for source in sources]
-        config = replace(case.config, sum_groups=sum_groups)
+        config = replace(case.config, sum_groups=sum_groups, combine_dtype=combine_dtype)
         dispatcher = case.dispatcher(group, spec, config)
         assert dispatcher.plan.backend == "collective"
         mine = topks[group.rank]
@@ -153,7 +160,7 @@ def test_regions_are_what_the_record_of_the_largest_call_owns(
         assert owned - (x.nbytes if case.is_replicated else 0) == kept
 
 
-def phase_of(case: Case, **changes: int) -> PhasePlan:
+def phase_of(case: Case, **changes: int | str) -> PhasePlan:
     """Plan with W = 4, H = 64, K = 2, L = 2.
 
     A row of dispatch is 64 elements of 2 B, 2 ids and 2 weights: 144 B.
@@ -204,6 +211,14 @@ def test_memory_by_region(name: str) -> None:
         for region in phase_of(CASES[name]).regions()
     }
     assert found == REGIONS[name]
+
+
+def test_quantised_sums_take_memory_before_and_after_the_exchange() -> None:
+    phase = phase_of(CASES["low_latency"], combine_dtype="mxfp8")
+    # 68 rows of 64 elements, 2 scales, and a gap to a multiple of 16 B; of 64 elements of 4 B.
+    quantised = {"quantised sums": 5440, "returned rows": 5440, "dequantised sums": 17408}
+    plain = {name: most for name, (_, most) in REGIONS["low_latency"].items()}
+    assert {region.name: region.max_bytes for region in phase.regions()} == plain | quantised
 
 
 def test_budget_bounds_the_slots() -> None:

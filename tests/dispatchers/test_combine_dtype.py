@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from epcomm import (
+    BackendUnavailable,
     ConfigError,
-    DeepEPLowLatencyDispatcher,
     DeepEPNormalDispatcher,
     EPConfig,
     EPGroup,
@@ -19,10 +19,14 @@ from epcomm import (
     WireDtype,
     WireFormat,
 )
-from epcomm.ops.slots import pack
+from epcomm.dispatchers import Dispatcher
+from epcomm.ops.slots import expert_of_slot, pack
 from epcomm.planning.plan import plan
 from epcomm.quantization import dequantize, quantize
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch
+from epcomm.types import WeightsAppliedBy
+from tests.cases.meshes import mesh_of
+from tests.dispatchers.test_sum_groups import WAYS
 
 SPEC = BatchSpec(
     hidden_size=88,
@@ -35,11 +39,7 @@ SPEC = BatchSpec(
 )
 # Elements, scales, and the gap to a multiple of 16 bytes, of a sum of 88 elements.
 ROW_BYTES = {None: 176, WireDtype.FP8_E4M3: 96, WireDtype.MXFP8: 96, WireDtype.NVFP4: 64}
-WAYS = {
-    "collective": (DeepEPNormalDispatcher, "collective"),
-    "shared_memory": (DeepEPNormalDispatcher, "shared_memory"),
-    "low latency": (DeepEPLowLatencyDispatcher, "shared_memory"),
-}
+FORMATS = [each for each in ROW_BYTES if each]
 
 
 def spec_of(world_size: int) -> MoESpec:
@@ -52,61 +52,90 @@ def spec_of(world_size: int) -> MoESpec:
 
 
 def compute(out: RowsDispatchOutput, rank: int) -> Tensor:
-    """Return weighted results of slots; expert e multiplies by e + 1.5."""
-    assert out.slot_weights is not None, "the runner applies them"
+    """Return results of slots, weighted unless combine does it; expert e multiplies by e + 1.5."""
     rows = pack(out.hidden_states.data, out.index)
-    counts = out.num_tokens_per_expert.long()
-    experts = torch.arange(len(counts)) + rank * len(counts)
-    scale = torch.repeat_interleave(experts + 1.5, counts) * out.slot_weights
-    return (rows.float() * scale.unsqueeze(1)).to(rows.dtype)
+    experts = expert_of_slot(out.index, len(rows)) + rank * SPEC.num_local_experts
+    results = (rows * (experts + 1.5).unsqueeze(1)).to(rows.dtype)
+    if out.weights_applied_by is WeightsAppliedBy.COMBINE:
+        return results
+    assert out.slot_weights is not None, "the runner applies them"
+    return (results * out.slot_weights.unsqueeze(1)).to(rows.dtype)
 
 
-def expected(batch: RankBatch, world_size: int, combine_dtype: WireDtype) -> Tensor:
-    """Return y by the definition, one token and rank at a time."""
+def batch_of(rank: int, world_size: int, config: EPConfig) -> RankBatch:
+    """Return the tokens of a rank; weights are powers of two, whose products are exact."""
+    batch = make_batch(SPEC, 0 if config.replicated else rank, world_size)
+    return replace(batch, topk_weights=batch.topk_weights.log2().round().exp2())
+
+
+def expected(batch: RankBatch, hosts: list[list[int]], combine_dtype: WireDtype) -> Tensor:
+    """Return y by the definition, one token, host and rank at a time."""
     y = torch.zeros(batch.x.shape)
     for token, x in enumerate(batch.x.float()):
-        for rank in range(world_size):
-            sums, is_sent = torch.zeros_like(x), False
-            for expert, weight in zip(
-                batch.topk_ids[token], batch.topk_weights[token], strict=True
-            ):
-                if expert >= 0 and expert // SPEC.num_local_experts == rank:
-                    sums = sums + (x * ((expert + 1.5) * weight)).to(SPEC.dtype).float()
-                    is_sent = True
+        entries = list(zip(batch.topk_ids[token], batch.topk_weights[token], strict=True))
+        for ranks in hosts:
+            total, is_sent = torch.zeros_like(x), False
+            for rank in ranks:
+                sums = torch.zeros_like(x)
+                for expert, weight in entries:
+                    if expert >= 0 and expert // SPEC.num_local_experts == rank:
+                        sums += (x * (expert + 1.5)).to(SPEC.dtype).float() * weight
+                        is_sent = True
+                total += sums.to(SPEC.dtype).float()
             if is_sent:
-                wire = quantize(sums.to(SPEC.dtype).unsqueeze(0), WireFormat(dtype=combine_dtype))
+                wire = quantize(total.to(SPEC.dtype).unsqueeze(0), WireFormat(dtype=combine_dtype))
                 y[token] += dequantize(wire, torch.float32)[0]
     return y.to(SPEC.dtype)
 
 
+def check_sums(
+    group: EPGroup, kind: type[Dispatcher], config: EPConfig, hosts: list[list[int]]
+) -> None:
+    """Compare y with the definition."""
+    combine_dtype = config.combine_dtype
+    assert combine_dtype is not None, "the sums are quantised"
+    dispatcher = kind(group, spec_of(group.world_size), config)
+    batch = batch_of(group.rank, group.world_size, config)
+    for _ in range(3):
+        out = dispatcher.dispatch(batch.x, batch.topk)
+        y = dispatcher.combine(out.combine_input(compute(out, group.rank)))
+        assert torch.equal(y, expected(batch, hosts, combine_dtype))
+
+
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("combine_dtype", [each for each in ROW_BYTES if each], ids=str)
+@pytest.mark.parametrize("combine_dtype", FORMATS, ids=str)
 def test_y_is_the_float32_sum_of_quantised_sums_of_ranks(
     combine_dtype: WireDtype, way: str
 ) -> None:
-    kind, backend = WAYS[way]
+    kind, config = WAYS[way]
     with EPGroup() as group, torch.no_grad():
-        config = EPConfig(backend=backend, combine_dtype=combine_dtype)
-        dispatcher = kind(group, spec_of(group.world_size), config)
-        batch = make_batch(SPEC, group.rank, group.world_size)
-        for _ in range(3):
-            before = dispatcher.traffic()
-            out = dispatcher.dispatch(batch.x, batch.topk)
-            assert isinstance(out, RowsDispatchOutput), "the backends return rows"
-            y = dispatcher.combine(out.combine_input(compute(out, group.rank)))
-            assert torch.equal(y, expected(batch, group.world_size, combine_dtype))
-            sources = out.handle.exchange_plan.rows_from_ranks().tolist()
-            num_rows = sum(sources) - sources[group.rank]
-            sent = dispatcher.traffic().combine_bytes - before.combine_bytes
-            assert sent == num_rows * ROW_BYTES[combine_dtype]
+        hosts = [[rank] for rank in range(group.world_size)]
+        check_sums(group, kind, replace(config, combine_dtype=combine_dtype), hosts)
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("combine_dtype", FORMATS, ids=str)
+def test_between_hosts_y_is_the_float32_sum_of_quantised_sums_of_hosts(
+    combine_dtype: WireDtype,
+) -> None:
+    with EPGroup(mesh_of((2, 2), ("host", "place"))) as group, torch.no_grad():
+        config = EPConfig(backend="hierarchical", combine_dtype=combine_dtype)
+        check_sums(group, DeepEPNormalDispatcher, config, [[0, 1], [2, 3]])
+        expect_refusal(group, DeepEPNormalDispatcher, config, "and gradients are needed")
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "shared_memory" not in way])
 @pytest.mark.parametrize("combine_dtype", ROW_BYTES, ids=str)
-def test_plan_states_the_bytes_of_sums(combine_dtype: WireDtype | None) -> None:
-    config = EPConfig(mode="normal", backend="collective", combine_dtype=combine_dtype)
+def test_plan_states_the_bytes_of_sums(combine_dtype: WireDtype | None, way: str) -> None:
+    kind, config = WAYS[way]
+    config = replace(config, mode=kind.mode, combine_dtype=combine_dtype)
     chosen = plan(config, spec_of(4), world_size=4)
-    assert chosen.prefill.max_bytes_per_token()["combine"] == 3 * ROW_BYTES[combine_dtype]
+    num_bytes = ROW_BYTES[combine_dtype]
+    if config.replicated:
+        # A rank adds up a quarter of the tokens, whose totals are not quantised.
+        num_bytes = -(-(num_bytes + ROW_BYTES[None]) // 4)
+    assert chosen.prefill.max_bytes_per_token()["combine"] == 3 * num_bytes
     assert f"combine {combine_dtype or 'bf16'}" in chosen.explain()
 
 
@@ -118,29 +147,46 @@ def test_other_formats_sizes_and_backends_are_refused() -> None:
         plan(config, replace(spec_of(4), hidden_size=87))
     with pytest.raises(ConfigError, match=r"states are fp64; expected .* combine_dtype None"):
         plan(config, replace(spec_of(4), dtype=torch.float64))
-    static = replace(config, max_tokens_per_rank=8, max_recv_slots=64)
-    with pytest.raises(ConfigError, match="returns sums as bf16, not as nvfp4"):
-        plan(static, spec_of(4))
+    with pytest.raises(BackendUnavailable, match="returns sums as bf16, not as nvfp4") as caught:
+        plan(replace(config, backend="deep_ep_v2"), spec_of(4))
+    assert "\n" not in str(caught.value)
+
+
+@torch.enable_grad()
+def expect_refusal(group: EPGroup, kind: type[Dispatcher], config: EPConfig, own: str) -> None:
+    """Check that gradients of rank 0 are refused on all ranks, there with the text `own`."""
+    dispatcher = kind(group, spec_of(group.world_size), config)
+    batch = batch_of(group.rank, group.world_size, config)
+    x = batch.x.clone().requires_grad_(group.rank == 0)
+    text = own if group.rank == 0 else "in a mode or combine_dtype without them on rank 0"
+
+    def call() -> None:
+        out = dispatcher.dispatch(x, batch.topk)
+        # Only static sizes reach check().
+        dispatcher.combine(out.combine_input(compute(out, group.rank)))
+        dispatcher.check()
+
+    with pytest.raises(ConfigError, match=text) as caught:
+        call()
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", ["collective", "shared_memory"])
-def test_gradients_are_refused_on_every_rank_unless_asked_for(backend: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_refused_on_every_rank_unless_asked_for(way: str) -> None:
+    kind, config = WAYS[way]
+    refused = replace(config, combine_dtype=WireDtype.MXFP8)
+    permitted = replace(refused, combine_dtype_with_gradients=True)
     with EPGroup() as group:
-        config = EPConfig(backend=backend, combine_dtype=WireDtype.MXFP8)
-        batch = make_batch(SPEC, group.rank, group.world_size)
-        # The gradients of one rank concern all.
-        x = batch.x.clone().requires_grad_(group.rank == 0)
-        dispatcher = DeepEPNormalDispatcher(group, spec_of(2), config)
-        own, other = "combine_dtype is mxfp8, and gradients", "combine_dtype without them on rank 0"
-        with pytest.raises(ConfigError, match=own if group.rank == 0 else other):
-            dispatcher.dispatch(x, batch.topk)
+        if way == "low latency":
+            for each in (refused, permitted):
+                expect_refusal(group, kind, each, "low latency has no gradients")
+            return
+        expect_refusal(group, kind, refused, "combine_dtype is mxfp8, and gradients")
+        batch = batch_of(group.rank, 2, config)
         grads, sums = [], []
-        for combine_dtype in (None, WireDtype.MXFP8):
-            permitted = replace(
-                config, combine_dtype=combine_dtype, combine_dtype_with_gradients=True
-            )
-            dispatcher = DeepEPNormalDispatcher(group, spec_of(2), permitted)
+        for each in (config, permitted):
+            dispatcher = kind(group, spec_of(2), each)
             x = batch.x.clone().requires_grad_()
             out = dispatcher.dispatch(x, batch.topk)
             y = dispatcher.combine(out.combine_input(compute(out, group.rank)))

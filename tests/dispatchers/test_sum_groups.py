@@ -57,12 +57,8 @@ WAYS = {
     "low latency": (LOW_LATENCY, EPConfig(backend="collective", max_tokens_per_rank=M)),
     "low latency, shared_memory": (LOW_LATENCY, EPConfig(backend="shared_memory")),
 }
-QUANTIZED = [
-    ("collective", WireDtype.FP8_E4M3),
-    ("collective", WireDtype.NVFP4),
-    ("shared_memory", WireDtype.MXFP8),
-    ("low latency, shared_memory", WireDtype.NVFP4),
-]
+SUM_DTYPES = (WireDtype.FP8_E4M3, WireDtype.MXFP8, WireDtype.NVFP4)
+QUANTIZED = [(way, SUM_DTYPES[number % 3]) for number, way in enumerate(WAYS)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,8 +235,7 @@ def test_quantised_sums_have_the_bits_of_the_definition(
     group: EPGroup, way: str, combine_dtype: WireDtype
 ) -> None:
     kind, config = WAYS[way]
-    config = replace(config, combine_dtype=combine_dtype, combine_dtype_with_gradients=True)
-    check_bits(group, kind, config, torch.bfloat16)
+    check_bits(group, kind, replace(config, combine_dtype=combine_dtype), torch.bfloat16)
 
 
 def check_bits(
@@ -248,6 +243,7 @@ def check_bits(
 ) -> None:
     """Compare y and gradients of this rank with the oracle, with experts in order and placed."""
     batch, rank = Batch.make(dtype), group.rank
+    config = replace(config, combine_dtype_with_gradients=True)
     part = slice(0, TOKENS) if config.replicated else batch.part(rank, group.world_size)
     # The sums of placed experts are not quantised.
     for is_placed, groups in enumerate(GROUPS[dtype][: 1 if config.combine_dtype else None]):
@@ -267,8 +263,9 @@ def check_bits(
 
 
 @pytest.mark.ranks(4, slow=(8,))
+@pytest.mark.parametrize("combine_dtype", [None, WireDtype.NVFP4], ids=str)
 @pytest.mark.parametrize("hosts", ["neighbours", "apart"])
-def test_bits_do_not_depend_on_hosts(hosts: str) -> None:
+def test_bits_do_not_depend_on_hosts(hosts: str, combine_dtype: WireDtype | None) -> None:
     """2 hosts of 2 or 4 ranks; ranks of a host are neighbours, or take turns."""
     world_size = torch.distributed.get_world_size()
     host_of_rank = [
@@ -277,7 +274,8 @@ def test_bits_do_not_depend_on_hosts(hosts: str) -> None:
     with EPGroup() as group:
         # As of a two-dimensional DeviceMesh, which has only the first of the two orders.
         group.hosts = HostLayout.of(host_of_rank)
-        check_bits(group, NORMAL, EPConfig(backend="hierarchical"), torch.bfloat16)
+        config = EPConfig(backend="hierarchical", combine_dtype=combine_dtype)
+        check_bits(group, NORMAL, config, torch.bfloat16)
 
 
 def in_steps(sums: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -83,6 +83,7 @@ class AscendStandardBuffer(AllGatherBuffer):
             COLLECTIVE_CAPS,
             trainable=False,
             wire_dtypes=WIRE_DTYPES,
+            combine_dtypes=frozenset(),
             device_types=device_types(),
         )
 

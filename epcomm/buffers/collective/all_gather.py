@@ -28,6 +28,7 @@ from epcomm.buffers.sizes import (
     index_region,
     rows_region,
     slot_regions,
+    sum_regions,
 )
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
@@ -35,7 +36,7 @@ from epcomm.calls.counts import Counts, counts_bytes, guard_ids, make_headers
 from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.ops.slots import count_experts, index_slots, sum_parts
+from epcomm.ops.slots import count_experts, index_slots
 from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireTensor
@@ -89,6 +90,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         row, max_tokens = RowBytes.of(spec, world_size), spec.max_tokens_per_rank
         max_rows = None if max_tokens is None else max_tokens * world_size
+        columns = spec.returned_columns(world_size)
         return (
             Region(name="headers", max_bytes=2 * world_size * counts_bytes(spec.num_local_experts)),
             rows_region("sent rows", row.dispatch, per_token=1, max_rows=max_tokens),
@@ -97,8 +99,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
             rows_region("padding map", 8, per_token=world_size, max_rows=max_rows),
             index_region(spec, rows_per_token=world_size, max_rows=max_rows),
             *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
-            rows_region("partial sums", row.combine, per_token=world_size, max_rows=max_rows),
-            rows_region("returned rows", row.combine, per_token=world_size, max_rows=max_rows),
+            *sum_regions(spec, world_size, sent=max_rows, returned=max_rows, num_columns=columns),
         )
 
     @classmethod
@@ -194,16 +195,13 @@ class AllGatherBuffer(OverCollectives, Buffer):
             self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
             return rows, None
         assert isinstance(exchange_plan, GatheredExchangePlan), "an exchange plan of this buffer"
-        rows = exchange_plan.sums(rows, rows_per, slot_weights)
-        if row_scalars is None:
-            returned = self._send_sums(rows, exchange_plan, CallKind.COMBINE)
-            has_weights = slot_weights is not None
-            return exchange_plan.total(returned, has_weights=has_weights), None
-        layout = self._scalar_layout(rows.dtype, rows.shape[1] // self._spec.hidden_size)
-        packed = layout.pack_rows(rows, row_scalars)
-        returned = self._send_sums(packed, exchange_plan, CallKind.DISPATCH_BACKWARD)
-        scalars = sum_parts(layout.scalars(returned), row_scalars.dtype)
-        return exchange_plan.total(layout.data(returned)), scalars
+        returned, scalars = self._exchange_sums(
+            exchange_plan.sums(rows, rows_per, slot_weights),
+            row_scalars,
+            lambda sums, kind: self._send_sums(sums, exchange_plan, kind),
+        )
+        has_weights = slot_weights is not None
+        return exchange_plan.total(returned, rows.dtype, has_weights=has_weights), scalars
 
     def _gather(self, rows: Tensor, max_tokens: int, *, phase: str) -> Tensor:
         """Gather [T, ...] of each rank into [W * max_tokens, ...]; bytes of padding are 255."""

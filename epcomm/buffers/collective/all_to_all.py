@@ -36,7 +36,7 @@ from epcomm.buffers.sizes import (
     index_region,
     rows_region,
     slot_regions,
-    sum_layout,
+    sum_regions,
 )
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
@@ -70,10 +70,9 @@ from epcomm.ops.slots import (
     slots_by_row,
 )
 from epcomm.protocol import BatchFlags, FaultCode, fault_word
-from epcomm.quantization import dequantizer_for, quantizer_for
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import SUM_DTYPES, RowsPer
+from epcomm.types import RowsPer
 
 if TYPE_CHECKING:
     from epcomm.ops.with_triton import TritonRowOps
@@ -307,16 +306,16 @@ class CollectiveExchangePlan(SignedExchangePlan):
         return as_members(self.addends, sum(self.returned_splits[1]))
 
     def total(
-        self, returned: Tensor, bias: Tensor | None = None, *, has_weights: bool = False
+        self, returned: Tensor, dtype: torch.dtype, bias: Tensor | None = None, *, has_weights: bool
     ) -> Tensor:
-        """Return y [T, H] of the rows that all ranks return, [N, H], by rank."""
+        """Return y [T, H], in `dtype`, of the rows that all ranks return, [N, H], by rank."""
         if self.group_sums is not None and self.group_sums.source is not None:
             assert bias is None, "no client with a bias has experts of a group on several ranks"
             return self.group_sums.source.total(returned, has_weights=has_weights)
         members = self.returned_of_token
         if bias is None:
-            return reduce_rows(returned, members)
-        return reduce_rows_onto(bias, returned, members)
+            return reduce_rows(returned, members).to(dtype)
+        return reduce_rows_onto(bias, returned, members).to(dtype)
 
 
 class RowMover:
@@ -444,14 +443,6 @@ class RowsBuffer(OverCollectives, AddsBias):
                 rows_region("addends", 8 * addends, per_token=1, max_rows=max_tokens),
             ]
         max_returned = None if max_tokens is None else max_tokens * returned
-        dequantized = []
-        if spec.combine_format is not None:
-            float_bytes = torch.float32.itemsize * spec.hidden_size
-            dequantized.append(
-                rows_region(
-                    "dequantised sums", float_bytes, per_token=returned, max_rows=max_returned
-                )
-            )
         # SendOrder has two int64 for each row, and one offset for each token.
         order_bytes = 16 * copies + 8
         return (
@@ -466,14 +457,7 @@ class RowsBuffer(OverCollectives, AddsBias):
             index_region(spec, rows_per_token=copies, max_rows=max_rows),
             *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
             *tables,
-            rows_region(
-                "partial sums",
-                row.combine,
-                per_token=returned,
-                max_rows=max_pairs,
-            ),
-            rows_region("returned rows", row.combine, per_token=returned, max_rows=max_returned),
-            *dequantized,
+            *sum_regions(spec, returned, sent=max_pairs, returned=max_returned),
         )
 
     @classmethod
@@ -495,10 +479,6 @@ class RowsBuffer(OverCollectives, AddsBias):
         super().__init__(calls, spec)
         self._mover = mover
         self._has_rest = mover.has_rest
-        self._sum_layout = sum_layout(spec)
-        if self._sum_layout is not None:
-            self._quantize = quantizer_for(self._collectives.device)
-            self._dequantize = dequantizer_for(self._collectives.device)
         # Memory for the rows that kernels pack during the exchange of headers.
         self._packed = Scratch(self._collectives.device, keeps=self._waits)
 
@@ -648,9 +628,7 @@ class RowsBuffer(OverCollectives, AddsBias):
         if scalars is not None:
             scalars = reduce_rows(scalars.contiguous(), exchange_plan.returned_of_token)
         has_weights = slot_weights is not None
-        y = exchange_plan.total(returned, bias, has_weights=has_weights)
-        # The sum of dequantised rows is float32.
-        return y.to(rows.dtype), scalars
+        return exchange_plan.total(returned, rows.dtype, bias, has_weights=has_weights), scalars
 
     def return_rows(
         self,
@@ -670,16 +648,13 @@ class RowsBuffer(OverCollectives, AddsBias):
             # Announce the error, because ranks in grad mode own their rows and do not have it.
             self._announce(CallKind.COMBINE, exchange_plan.call, error=overwritten)
         make = exchange_plan.returned(rows, rows_per, slot_weights)
-        if row_scalars is None and self._sum_layout is not None:
-            sums = self._sum_layout
-            shape = (sums.row_bytes, torch.uint8)
+        quantized = self._quantized
+        if row_scalars is None and quantized is not None:
+            shape = (quantized.row_bytes, torch.uint8)
             returned = self._send_sums(
-                lambda part: sums.pack_sums(make(part), self._quantize),
-                exchange_plan,
-                shape,
-                CallKind.COMBINE,
+                lambda part: quantized.pack(make(part)), exchange_plan, shape, CallKind.COMBINE
             )
-            return self._dequantize(sums.wire_tensor(returned), torch.float32), None
+            return quantized.restore(returned), None
         if row_scalars is None:
             shape = (rows.shape[1], rows.dtype)
             return self._send_sums(make, exchange_plan, shape, CallKind.COMBINE), None
@@ -723,7 +698,7 @@ class CollectiveBuffer(RowsBuffer):
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return replace(COLLECTIVE_CAPS, combine_dtypes=SUM_DTYPES)
+        return COLLECTIVE_CAPS
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         super().__init__(calls, spec, RowMover(calls.collectives, waits=calls.waits))

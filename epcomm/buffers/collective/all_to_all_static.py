@@ -24,7 +24,7 @@ from epcomm.buffers.collective.base import (
     row_bytes_of,
 )
 from epcomm.buffers.row_layout import RowLayout
-from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, max_slots_of
+from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, max_slots_of, sum_regions
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import guard_ids
@@ -33,7 +33,7 @@ from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.ops.slots import aligned_counts, count_experts, index_slots, sum_parts
+from epcomm.ops.slots import aligned_counts, count_experts, index_slots
 from epcomm.protocol import fault_word, unpack_fault
 from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
@@ -77,14 +77,14 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             # the tail, and a flag (1 B) reports a failure.
             "slot index": index + 4 + 8 + 1,
             "packed slots": num_slots * row.dispatch,
-            "expert results": num_slots * RowBytes.of(spec).combine,
-            "partial sums": num_rows * row.combine,
-            "returned rows": num_rows * row.combine,
+            "expert results": num_slots * spec.hidden_format.data_bytes(spec.hidden_size),
         }
+        num_columns = spec.returned_columns(world_size)
+        sums = sum_regions(spec, 0, sent=num_rows, returned=num_rows, num_columns=num_columns)
+        sizes |= {each.name: each.max_bytes or 0 for each in sums}
         if spec.sum_groups is not None:
             # The slot of each entry, in a line of a table for each column of a row.
-            num_lines = num_rows * spec.returned_columns(world_size)
-            sizes["sum groups"] = 4 * num_lines * spec.top_k
+            sizes["sum groups"] = 4 * num_rows * num_columns * spec.top_k
         return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())
 
     @classmethod
@@ -186,30 +186,30 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             # Send rows of zeros, with the code of the error in the header rows.
             code, _ = unpack_fault(fault_word(error, in_combine=True), 0)
             rows = rows.new_zeros(self._num_rows, self._num_columns * rows.shape[1])
+            if self._quantized is not None:
+                rows = self._quantized.pack(rows)
             rows[:: self._rows_per_rank, :1] = int(code)
             sign = replace(ANY_BATCH, buffer=self._number)
             returned = self._send_sums(rows, CallKind.COMBINE, sign)
             self._faults.record_combine(_read_codes(returned), error)
             return rows[:0], None
         assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
-        # Header rows have no slot, so their sums are zero: no fault on this rank.
-        rows = exchange_plan.sums(rows, rows_per, slot_weights)
         num_tokens, has_failed = exchange_plan.num_tokens, exchange_plan.has_failed
-        if row_scalars is None:
-            returned = self._send_sums(rows.contiguous(), CallKind.COMBINE, exchange_plan.call)
-            has_failed = self._faults.record_combine(_read_codes(returned), None) | has_failed
-            total = exchange_plan.total(
-                returned[:, 1 : 1 + num_tokens], bias, has_weights=slot_weights is not None
-            )
-            return total.masked_fill(has_failed, float("nan")), None
-        layout = self._scalar_layout(rows.dtype, self._num_columns)
-        packed = layout.pack_rows(rows, row_scalars)
-        returned = self._send_sums(packed, CallKind.DISPATCH_BACKWARD, exchange_plan.call)
-        returned = returned[:, 1 : 1 + num_tokens]
-        scalars = sum_parts(layout.scalars(returned), row_scalars.dtype)
-        total = exchange_plan.total(layout.data(returned), bias)
-        has_failed, nan = exchange_plan.has_failed, float("nan")
-        return total.masked_fill(has_failed, nan), scalars.masked_fill(has_failed, nan)
+
+        def send(sums: Tensor, kind: CallKind) -> Tensor:
+            nonlocal has_failed
+            returned = self._send_sums(sums, kind, exchange_plan.call)
+            if kind is CallKind.COMBINE:
+                has_failed = self._faults.record_combine(_read_codes(returned), None) | has_failed
+            return returned[:, 1 : 1 + num_tokens]
+
+        # Header rows have no slot, so their sums are zero: no fault on this rank.
+        sums = exchange_plan.sums(rows, rows_per, slot_weights)
+        returned, scalars = self._exchange_sums(sums, row_scalars, send)
+        has_weights, nan = slot_weights is not None, float("nan")
+        total = exchange_plan.total(returned, rows.dtype, bias, has_weights=has_weights)
+        total = total.masked_fill(has_failed, nan)
+        return total, None if scalars is None else scalars.masked_fill(has_failed, nan)
 
     def _message(
         self, layout: RowLayout, call: DispatchCall, topk_ids: Tensor, fault: Tensor
@@ -246,9 +246,9 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
 
 
 def _read_codes(returned: Tensor) -> Tensor:
-    """Return the FaultCode of each rank, [W], int64, from the header rows of sums [W, 1 + M, H].
+    """Return the FaultCode of each rank, [W], int64, from the header rows of sums [W, 1 + M, ...].
 
-    Every dtype of sums represents these small integers exactly.
+    Every dtype of sums, and a byte of quantised ones, represents these small integers exactly.
     """
     return returned[:, 0, 0].long()
 

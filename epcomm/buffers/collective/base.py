@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from epcomm.buffers.collective.quantized_sums import QuantizedSums
 from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
 from epcomm.calls.call import DispatchCall
@@ -21,7 +22,7 @@ from epcomm.ops.slots import localize, reduce_rows, row_ops_of, slots_by_row, su
 from epcomm.platforms.machine import Machine
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import Layout, RowsPer, WireDtype, WireFormat
+from epcomm.types import SUM_DTYPES, Layout, RowsPer, WireDtype, WireFormat
 
 # The capabilities of every buffer over collectives.
 COLLECTIVE_CAPS = BufferCaps(
@@ -29,6 +30,7 @@ COLLECTIVE_CAPS = BufferCaps(
     trainable=True,
     ordered=True,
     wire_dtypes=frozenset(WireDtype),
+    combine_dtypes=SUM_DTYPES,
 )
 
 
@@ -59,16 +61,17 @@ class SignedExchangePlan(ExchangePlan):
         return rows.masked_fill((self.index.slots_of_row < 0).all(dim=1, keepdim=True), 0)
 
     def total(
-        self, returned: Tensor, bias: Tensor | None = None, *, has_weights: bool = False
+        self, returned: Tensor, dtype: torch.dtype, bias: Tensor | None = None, *, has_weights: bool
     ) -> Tensor:
-        """Return y [T, H] of the sums that all ranks return, [W, T, ...].
+        """Return y [T, H], in `dtype`, of the sums that all ranks return, [W, T, ...].
 
+        returned: in `dtype`, or dequantised, in float32.
         bias: [T, H] or None, see sum_parts().
         has_weights: router weights are to be applied, unless they have been.
         """
         if self.group_sums is not None:
-            return self.group_sums.total(returned, bias, has_weights=has_weights)
-        return sum_parts(returned, returned.dtype, bias)
+            return self.group_sums.total(returned, dtype, bias, has_weights=has_weights)
+        return sum_parts(returned, dtype, bias)
 
 
 class OverCollectives:
@@ -101,6 +104,9 @@ class OverCollectives:
         # headers have a fixed size, and the other counts need a second message.
         self._has_rest = self._waits
         self._row_ops = row_ops_of(collectives.device)
+        self._quantized = None
+        if spec.combine_format is not None:
+            self._quantized = QuantizedSums(spec, collectives.device)
         self._dispatch_layout = self._row_layout(spec.dispatch_format, has_ids=True)
         self._scalar_layouts: dict[tuple[torch.dtype, int], RowLayout] = {}
 
@@ -156,6 +162,26 @@ class OverCollectives:
             start_read=None if self._row_ops is None else self._row_ops.start_read,
             meanwhile=meanwhile,
         )
+
+    def _exchange_sums(
+        self, sums: Tensor, row_scalars: Tensor | None, send: Callable[[Tensor, CallKind], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Send sums [N, C * H], with scalars or quantised if that is asked for.
+
+        C: BufferSpec.returned_columns().   row_scalars: [N, K], or None.
+        send: exchanges rows [N, ...], contiguous; returns those for this rank, [W, T, ...].
+
+        Returns: sums [W, T, C * H], float32 if they were quantised, and totals of scalars, [T, K].
+        """
+        if row_scalars is not None:
+            layout = self._scalar_layout(sums.dtype, sums.shape[1] // self._spec.hidden_size)
+            returned = send(layout.pack_rows(sums, row_scalars), CallKind.DISPATCH_BACKWARD)
+            scalars = sum_parts(layout.scalars(returned), row_scalars.dtype)
+            return layout.data(returned), scalars
+        if self._quantized is None:
+            return send(sums.contiguous(), CallKind.COMBINE), None
+        returned = send(self._quantized.pack(sums), CallKind.COMBINE)
+        return self._quantized.restore(returned), None
 
     def traffic(self) -> BufferTraffic:
         return self._traffic.snapshot()

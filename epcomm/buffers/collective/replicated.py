@@ -31,6 +31,7 @@ from epcomm.buffers.sizes import (
     index_region,
     rows_region,
     slot_regions,
+    sum_regions,
 )
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
@@ -39,7 +40,7 @@ from epcomm.calls.faults import ids_error
 from epcomm.calls.header import ANY_BATCH, FLAGS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError, ShapeError
-from epcomm.ops.slots import count_experts, index_slots, sum_parts
+from epcomm.ops.slots import count_experts, index_slots
 from epcomm.protocol import BatchFlags, FaultCode
 from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
@@ -59,17 +60,16 @@ class ReplicatedBuffer(OverCollectives, Buffer):
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
-        row, max_tokens = RowBytes.of(spec), spec.max_tokens_per_rank
-        wide = RowBytes.of(spec, world_size)
+        max_tokens, columns = spec.max_tokens_per_rank, spec.returned_columns(world_size)
         hidden_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
+        total_bytes = spec.hidden_format.data_bytes(spec.hidden_size)
         padded = None if max_tokens is None else align_up(max_tokens, world_size)
         # Rows need no memory, because they are the caller's hidden states.
         return (
             index_region(spec, rows_per_token=world_size, max_rows=max_tokens),
             *slot_regions(spec, row_bytes=hidden_bytes, max_rows=max_tokens),
-            rows_region("partial sums", wide.combine, per_token=world_size, max_rows=padded),
-            rows_region("scattered sums", wide.combine, per_token=world_size, max_rows=padded),
-            rows_region("gathered sums", row.combine, per_token=world_size, max_rows=padded),
+            *sum_regions(spec, world_size, sent=padded, returned=padded, num_columns=columns),
+            rows_region("gathered sums", total_bytes, per_token=world_size, max_rows=padded),
         )
 
     @classmethod
@@ -79,7 +79,9 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         share = align_up(call.tokens_of_rank[call.rank], call.world_size) // call.world_size
         # Every rank sends each other rank one share of the partial sums and one of the totals.
         wide = RowBytes.of(spec, call.world_size, backward=backward)
-        share_bytes = share * (wide.combine + RowBytes.of(spec, backward=backward).combine)
+        # Totals are not quantised.
+        total = RowBytes.of(replace(spec, combine_format=None), backward=backward)
+        share_bytes = share * (wide.combine + total.combine)
         return BufferTraffic(
             combine_bytes=share_bytes * (call.world_size - 1),
             bytes_between=share_bytes * len(spec.ranks_elsewhere(call.rank)),
@@ -188,20 +190,16 @@ class ReplicatedBuffer(OverCollectives, Buffer):
             self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
             return rows, None
         assert isinstance(exchange_plan, SignedExchangePlan), "an exchange plan of this buffer"
-        kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
-        rows = exchange_plan.sums(rows, rows_per, slot_weights)
-        if row_scalars is None:
-            parts = self._scatter(rows.contiguous(), exchange_plan, kind)
-            total = exchange_plan.total(parts, has_weights=slot_weights is not None)
-            return self._gather(total, kind)[: exchange_plan.num_tokens], None
-        wide = self._scalar_layout(rows.dtype, rows.shape[1] // self._spec.hidden_size)
-        parts = self._scatter(wide.pack_rows(rows, row_scalars), exchange_plan, kind)
-        layout = self._scalar_layout(rows.dtype)
-        total = layout.pack_rows(
-            exchange_plan.total(wide.data(parts)),
-            sum_parts(wide.scalars(parts), row_scalars.dtype),
+        parts, scalars = self._exchange_sums(
+            exchange_plan.sums(rows, rows_per, slot_weights),
+            row_scalars,
+            lambda sums, kind: self._scatter(sums, exchange_plan, kind),
         )
-        returned = self._gather(total, kind)[: exchange_plan.num_tokens]
+        total = exchange_plan.total(parts, rows.dtype, has_weights=slot_weights is not None)
+        if scalars is None:
+            return self._gather(total, CallKind.COMBINE)[: exchange_plan.num_tokens], None
+        layout, kind = self._scalar_layout(rows.dtype), CallKind.DISPATCH_BACKWARD
+        returned = self._gather(layout.pack_rows(total, scalars), kind)[: exchange_plan.num_tokens]
         return layout.data(returned).contiguous(), layout.scalars(returned).contiguous()
 
     def _scatter(self, rows: Tensor, exchange_plan: SignedExchangePlan, kind: CallKind) -> Tensor:

@@ -474,6 +474,8 @@ def inner_spec(spec: BufferSpec) -> BufferSpec:
         max_tokens_per_rank=None if most is None else most * hosts_of(spec).num_hosts,
         # The experts of one host have their part of the groups.
         sum_groups=None if groups is None else groups // hosts_of(spec).num_hosts,
+        # Sums are quantised where they leave a host: once, on the rank that relays them.
+        combine_format=None,
         hosts=None,
     )
 

@@ -62,10 +62,11 @@ def test_normal_mode_keeps_its_contract(scenario: str, group: EPGroup) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("_kernels")
-def test_rows_of_four_bits_and_quantised_sums_keep_the_contract() -> None:
+@pytest.mark.parametrize("backend", MODES)
+def test_rows_of_four_bits_and_quantised_sums_keep_the_contract(backend: str) -> None:
     wire, combine = (WireFormat(dtype=dtype) for dtype in (WireDtype.NVFP4, WireDtype.MXFP8))
     with EPGroup() as group:
-        env = replace(env_of(group, "CollectiveBuffer"), wire=wire, combine=combine)
+        env = replace(env_of(group, backend), wire=wire, combine=combine)
         buffer_suite.run_scenario("holes", env)
 
 

@@ -39,8 +39,9 @@ def run(config: EPConfig) -> torch.Tensor:
     [
         EPConfig(mode="low_latency", max_tokens_per_rank=8),
         EPConfig(mode="normal", max_tokens_per_rank=8, max_recv_slots=40),
+        EPConfig(mode="low_latency", max_tokens_per_rank=8, combine_dtype="mxfp8"),
     ],
-    ids=["low_latency", "normal_budget"],
+    ids=["low_latency", "normal_budget", "quantised sums"],
 )
 def test_static_path_reads_nothing(config: EPConfig) -> None:
     y = run(config)

@@ -1,10 +1,11 @@
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
 import torch
 from torch import Tensor
 
-from epcomm import EPGroup, Mode
+from epcomm import EPGroup, Mode, WireDtype, WireFormat
 from epcomm.buffers.sizes import CallShape, RowBytes
 from epcomm.spec import HostLayout
 from epcomm.testing import buffer_suite
@@ -64,15 +65,21 @@ def on_every_rank(num_tokens: int, top_k: int, num_experts: int, _: torch.Genera
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_largest_call_sends_the_bytes_that_are_predicted(layout: str, group: EPGroup) -> None:
-    env = env_of(group, layout)
+@pytest.mark.parametrize("combine", [None, WireFormat(dtype=WireDtype.MXFP8)], ids=str)
+def test_the_largest_call_sends_the_bytes_that_are_predicted(
+    combine: WireFormat | None, layout: str, group: EPGroup
+) -> None:
+    env = replace(env_of(group, layout), combine=combine)
     spec = env.adapted(BatchSpec(top_k=4, tokens_of_rank=lambda *_: 3, choose_ids=on_every_rank))
     buffer, batches = env.open(spec), env.batches(spec)
     out = buffer.dispatch(buffer_suite.make_call(batches[group.rank]))
     buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW)
     call = CallShape.most(3, 4, group.world_size, env.hosts)
     predicted = type(buffer).wire_bytes(env.buffer_spec(spec), call)
-    # For 3 tokens, one row is sent to the other host, and its sum is returned.
+    # For 3 tokens, one row is sent to the other host, and its sum is returned: quantised, with one
+    # scale, in multiples of 16 B. Inside the host, it is not quantised.
     row = RowBytes.of(env.buffer_spec(spec))
+    assert row.combine == (spec.hidden_size + 16 if combine else batches[0].x[0].nbytes)
     assert predicted.bytes_between == 3 * (row.dispatch + row.combine)
+    assert predicted.combine_bytes == 3 * (row.combine + 2 * batches[0].x[0].nbytes)
     assert buffer.traffic() == predicted

@@ -80,7 +80,8 @@ class HierarchicalBuffer(Buffer):
     """Serves normal mode on several hosts of equal size, with exact sizes.
 
     Slots are in the order (expert, index in the host, host, token). The sums of a host are rounded
-    to the dtype of the rows before they are sent, one rounding more than in a flat exchange.
+    to the dtype of the rows before they are sent, one rounding more than in a flat exchange. With
+    BufferSpec.combine_format they are then quantised; sums inside a host are not.
     """
 
     name: ClassVar[str] = "hierarchical"
@@ -474,7 +475,7 @@ def inner_spec(spec: BufferSpec) -> BufferSpec:
         max_tokens_per_rank=None if most is None else most * hosts_of(spec).num_hosts,
         # The experts of one host have their part of the groups.
         sum_groups=None if groups is None else groups // hosts_of(spec).num_hosts,
-        # Sums are quantised where they leave a host: once, on the rank that relays them.
+        # The rank that relays a sum quantises it, so it is quantised once.
         combine_format=None,
         hosts=None,
     )

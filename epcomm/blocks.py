@@ -1,7 +1,5 @@
 """Describe the parts of a MoE block."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

@@ -3,12 +3,10 @@
 A message is one sentence: function, argument, actual and expected value, rank, remedy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Self, TypeVar
 
 
 class EPError(Exception):
@@ -121,7 +119,7 @@ class RankNames:
     world_size: int
 
     @classmethod
-    def of_all(cls, rank: int, world_size: int) -> RankNames:
+    def of_all(cls, rank: int, world_size: int) -> Self:
         """Return the names of the ranks of a whole group."""
         return cls(own=rank, numbers=tuple(range(world_size)), world_size=world_size)
 

@@ -7,8 +7,6 @@ transfer when it is resumed. With two batches a and b, D their dispatch, E exper
     transfers              | D a         | D b | C a | C b
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import TypeAlias, TypeVar
 

@@ -1,10 +1,9 @@
 """Records of what a layer requires and of what a backend supports."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 
@@ -77,7 +76,7 @@ class Availability:
         command: str = "",
         absent: Sequence[str] = (),
         needs: str = "",
-    ) -> Availability:
+    ) -> Self:
         """Return the availability of a backend; ok if nothing is missing or absent.
 
         Args:
@@ -93,7 +92,7 @@ class Availability:
             needs=needs if absent else "",
         )
 
-    def also(self, reasons: Sequence[str]) -> Availability:
+    def also(self, reasons: Sequence[str]) -> Self:
         """Return this availability with more reasons against it; unchanged if there are none."""
         return replace(self, ok=False, reasons=(*self.reasons, *reasons)) if reasons else self
 
@@ -111,7 +110,7 @@ class HostLayout:
     host_of_rank: tuple[int, ...]
 
     @classmethod
-    def of(cls, names: Sequence[object]) -> HostLayout:
+    def of(cls, names: Sequence[object]) -> Self:
         """Return the layout for the host names of the ranks; ranks of one host have equal names."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(host_of_rank=tuple(numbers[name] for name in names))

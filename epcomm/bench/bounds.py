@@ -1,7 +1,5 @@
 """Bound the time of layers by rates that are measured in the same run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

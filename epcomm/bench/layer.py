@@ -4,8 +4,6 @@ Experts are random SwiGLU, each made from its own seed, so that any rank can com
 float64 without the others: the first tokens of each rank are checked so before a layer is timed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,11 +1,10 @@
 """Measure time by clocks, and compute the statistics of the slowest rank."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
 import torch
 
@@ -19,7 +18,7 @@ class Percentiles:
     p99: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Percentiles:
+    def of(cls, values: Iterable[float]) -> Self:
         """Interpolated linearly: of 1, 2, 3, 4 the median is 2.5."""
         numbers = torch.tensor(list(values), dtype=torch.float64, device="cpu")
         at = torch.tensor([0.5, 0.95, 0.99], dtype=torch.float64, device="cpu")

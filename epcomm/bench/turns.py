@@ -1,7 +1,5 @@
 """Time the dispatch and combine of contenders in turn, on all ranks together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

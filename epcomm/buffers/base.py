@@ -1,7 +1,5 @@
 """The contract of a Buffer, which moves rows, and of Backend, its base."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

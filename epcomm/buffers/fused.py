@@ -1,7 +1,5 @@
 """The contract of a fused operator: one call that dispatches, computes and combines."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, TypeVar

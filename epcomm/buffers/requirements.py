@@ -1,7 +1,5 @@
 """Reasons why the capabilities of a buffer do not cover a BufferSpec."""
 
-from __future__ import annotations
-
 from epcomm.config import Mode
 from epcomm.spec import BufferCaps, BufferSpec
 

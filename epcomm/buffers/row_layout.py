@@ -1,7 +1,5 @@
 """The layout of one row on the wire: elements, scales, expert ids, router weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

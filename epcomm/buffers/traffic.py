@@ -1,9 +1,8 @@
 """Bytes that a rank sends to other ranks, by kind, and in total to ranks of other hosts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 from epcomm.spec import HostLayout
 
@@ -24,15 +23,15 @@ class BufferTraffic:
     control_bytes: int = 0
     bytes_between: int = 0
 
-    def __add__(self, other: BufferTraffic) -> BufferTraffic:
+    def __add__(self, other: Self) -> Self:
         """Return the sums by kind."""
         names = [field.name for field in fields(self)]
-        return BufferTraffic(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
-    def __sub__(self, other: BufferTraffic) -> BufferTraffic:
+    def __sub__(self, other: Self) -> Self:
         """Return the differences by kind."""
         names = [field.name for field in fields(self)]
-        return BufferTraffic(**{name: getattr(self, name) - getattr(other, name) for name in names})
+        return replace(self, **{name: getattr(self, name) - getattr(other, name) for name in names})
 
     @property
     def total_bytes(self) -> int:

@@ -5,8 +5,6 @@ raises or records the fault for check(). With spec.compares_calls, one small all
 reports the fault to all ranks.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """`epcomm bench`: check and time the backends that serve a layer here, and plain torch."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Commands whose options are the fields of records, which typer reads from one flat signature."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from inspect import Parameter, Signature

@@ -1,7 +1,5 @@
 """ExpertPlacement: which logical expert each physical expert of a layer is a copy of."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

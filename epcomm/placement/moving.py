@@ -5,10 +5,9 @@ The device needs little more memory, and a failure before that point has written
 rank writes its rows in place, so parameters keep their addresses, in graphs too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ class MoveMemory:
     host_bytes: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], *, num_physical: int, num_ranks: int) -> MoveMemory:
+    def of(cls, tensors: Mapping[str, Tensor], *, num_physical: int, num_ranks: int) -> Self:
         """Compute the sizes for P = num_physical experts; tensors: some [N, ...], on meta too."""
         local = num_physical // num_ranks
         device_bytes = host_bytes = 0

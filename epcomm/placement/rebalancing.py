@@ -1,10 +1,9 @@
 """Collect what a rebalance moves, and compare it on all ranks before anything moves."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,7 +26,7 @@ class ExpertState:
     @classmethod
     def of(
         cls, parameters: Mapping[str, Tensor], optimizer: Optimizer | None, num_local: int
-    ) -> ExpertState:
+    ) -> Self:
         """Collect the parameters, and what an optimizer keeps for each expert of them. Local."""
         found: dict[str, Tensor] = {}
         for name, parameter in parameters.items():

@@ -4,12 +4,11 @@ Routers count into tables, in device graphs too. A window ends without a host sy
 exchanges anything, and reads.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ class ExpertLoad:
         return json.dumps(values) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> ExpertLoad:
+    def from_json(cls, text: str) -> Self:
         """Read what as_json() wrote.
 
         Raises:

@@ -7,12 +7,11 @@ inside context managers such as watch_gates(), record_routes() and replay_routes
 observers costs its layer one comparison.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -92,9 +91,9 @@ class Gate:
         self.ended: deque[range] = deque(maxlen=_MAX_ENDED)
         self.replayed: Tensor | None = None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Gate:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return the gate of a copied layer, which shares the group and has no observers."""
-        return Gate(self.routing, self.num_experts, self.calls)
+        return type(self)(self.routing, self.num_experts, self.calls)
 
     def observe(
         self,

@@ -1,9 +1,8 @@
 """Seeded data of all ranks, which every rank can make, so that checks need no communication."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -35,9 +34,9 @@ class RankBatch:
         """The routing of the tokens."""
         return TopKOutput(topk_ids=self.topk_ids, topk_weights=self.topk_weights)
 
-    def to(self, device: torch.device) -> RankBatch:
+    def to(self, device: torch.device) -> Self:
         """Return the batch on `device`."""
-        return RankBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        return replace(self, **{name: each.to(device) for name, each in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)

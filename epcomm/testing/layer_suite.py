@@ -4,12 +4,10 @@ Each scenario runs on all ranks of a group. A layer maps (x, topk) to y and has 
 an attribute, such as ExpertParallelExperts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -173,7 +171,7 @@ class _Trial:
     @classmethod
     def make(
         cls, env: LayerEnv, spec: BatchSpec = PLAIN, weights: ExpertWeights | None = None
-    ) -> _Trial:
+    ) -> Self:
         spec = env.adapted(spec)
         weights = env.weights(spec) if weights is None else weights
         layer = env.make_layer(weights, spec.num_topk(env.group.world_size))

@@ -1,7 +1,5 @@
 """Fill uninitialised memory with NaN, so that tests detect when it is read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -14,8 +14,6 @@ all ranks. All ranks have the same epochs, so all of them raise for a batch whos
 reused.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

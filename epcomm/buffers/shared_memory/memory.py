@@ -8,8 +8,6 @@ Each rank keeps a lock on its own file. The system releases the lock when the ra
 ended, so other ranks can distinguish an ended rank from a busy one.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import math

@@ -9,8 +9,6 @@ signals. Therefore a group has one HostBoard: in every call a rank first writes 
 waits for the headers of the other ranks.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading

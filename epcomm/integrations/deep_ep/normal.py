@@ -10,12 +10,10 @@ what other ranks report. There a rank that refuses takes part in the kernels of 
 rows, and the others receive NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NoReturn, cast
+from typing import NoReturn, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +50,7 @@ class Rows:
         return align_up(self.x.shape[1] * self.x.itemsize + scale_bytes, _VECTOR_BYTES)
 
     @classmethod
-    def of(cls, x: XTensors) -> Rows:
+    def of(cls, x: XTensors) -> Self:
         """Read the argument `x` of deep_ep."""
         # If x has another type, the checks of the call report it.
         x, scales = x if isinstance(x, tuple) and len(x) == 2 else (cast("Tensor", x), None)

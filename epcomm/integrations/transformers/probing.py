@@ -10,8 +10,6 @@ experts_disagreement() runs the experts separately, on small matrices. A probe i
 weight and takes 20 ms of a CPU for a small block, 0.7 s for a block of DeepSeek-V3.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping

@@ -8,8 +8,6 @@ On CPU ranks each (token, expert) pair is a row of an all-to-all, which is retur
 So its row returns alone, and the source multiplies by the weights and sums.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
@@ -77,6 +75,21 @@ def slots_spec(
     )
 
 
+@dataclass(kw_only=True, eq=False)
+class SentPairs:
+    """The (token, expert) pairs of a batch, sent by (expert, token, k).
+
+    entries: [S], the entry of each pair in the flattened ids [T * K].
+    num_sent, num_received: the pairs to and from each rank.
+    slots: [R] each, the expert and the position in its slab of each received pair; None before.
+    """
+
+    entries: Tensor
+    num_sent: Sequence[int]
+    num_received: Sequence[int] = ()
+    slots: tuple[Tensor, Tensor] | None = None
+
+
 class LowLatencyHandle(Uncopied, tuple[Tensor, Tensor, int, int, int]):
     """The tuple that V1 returns: src_info, layout_range, M, H, E.
 
@@ -123,21 +136,6 @@ class ReceivedSlabs:
     counts: Tensor
     handle: LowLatencyHandle
     receive: Receive
-
-
-@dataclass(kw_only=True, eq=False)
-class SentPairs:
-    """The (token, expert) pairs of a batch, sent by (expert, token, k).
-
-    entries: [S], the entry of each pair in the flattened ids [T * K].
-    num_sent, num_received: the pairs to and from each rank.
-    slots: [R] each, the expert and the position in its slab of each received pair; None before.
-    """
-
-    entries: Tensor
-    num_sent: Sequence[int]
-    num_received: Sequence[int] = ()
-    slots: tuple[Tensor, Tensor] | None = None
 
 
 class LowLatency:

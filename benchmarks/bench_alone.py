@@ -10,8 +10,6 @@ signals. A call lasts from the start of its first kernel to the end of its last 
 CUPTI reports them for a graph: in normal mode one kernel, in low latency all four.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

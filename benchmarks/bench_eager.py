@@ -8,8 +8,6 @@ that fails is reported, and the others still run. On a CPU it is a dry run over 
 collective: pass small sizes.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass

@@ -17,8 +17,6 @@ the backend collective, launched from Python: pass small sizes.
     all_gather                 NCCL, all tokens to all ranks, and a reduce-scatter of sums
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial

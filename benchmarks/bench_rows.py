@@ -9,8 +9,6 @@ its time over that of a copy that reads and writes as many. A pack reads the row
 its bytes are those of a copy of the slots.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

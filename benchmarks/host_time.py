@@ -5,8 +5,6 @@ launches, in units of a small operator of torch. Bursts of this operator are tim
 that a change of clock affects both.
 """
 
-from __future__ import annotations
-
 import cProfile
 import io
 import pstats

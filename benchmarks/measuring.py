@@ -4,8 +4,6 @@ Programs of several ranks time calls by epcomm.bench.turns. Programs of one GPU 
 alone, as a captured graph and with a cold cache, and compare it with a copy in the same run.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import statistics

@@ -6,8 +6,6 @@ replaces the text between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` by
 benchmarks/results/NAME.json.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Render the results of all programs as Markdown, for readme_table.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import wrap
 from types import MappingProxyType

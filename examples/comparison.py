@@ -1,7 +1,5 @@
 """Checks of the program: every step equals that of one process, and the loss decreases."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence

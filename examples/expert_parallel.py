@@ -1,7 +1,5 @@
 """Training on one rank, which holds its experts of every layer and a copy of everything else."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -8,8 +8,6 @@ The operators are those of Ascend A3. By default imitations compute them on a CP
 of the chip; --no-stand-ins uses torch_npu and its deep_ep, with one rank on each NPU.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Text generation: one prompt per rank, prefill in normal mode, decode in low latency."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

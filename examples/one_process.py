@@ -1,7 +1,5 @@
 """The training step of all ranks in one process, with the plain model of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from comparison import Comparison, StepResult, compare

@@ -1,7 +1,5 @@
 """Terminal output about several paths through the same experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The plain model of transformers, and its loss and gradient norms."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

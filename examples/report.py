@@ -1,7 +1,5 @@
 """Terminal output: a progress bar, a table of steps, a summary."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

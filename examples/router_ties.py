@@ -6,8 +6,6 @@ token with another expert changes the gradient norm by up to 1e-4. So the plain 
 experts that the ranks chose, and measures how much less probable they are than its own choice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

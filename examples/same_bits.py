@@ -6,8 +6,6 @@ The model and its 64 tokens are those of a seed. Each rank takes its part of the
 it, and decodes it in low latency. Without --sum-groups the checksums differ.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 from zlib import crc32
 

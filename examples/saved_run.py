@@ -1,7 +1,5 @@
 """The files of a run: its state after one step, and its losses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A step has the same batches on any number of ranks, so that a run can resume on other ranks.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ tokens, adds two experts to each rank, and rebalances every 10 steps. expert_par
 saved_run.py contain what a training program needs to use epcomm; the rest checks it.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ and gradients are compared with those of one micro-batch after the other. The mo
 random, and each rank has its own tokens.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator, Mapping
 from typing import Any, TypeAlias

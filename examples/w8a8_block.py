@@ -1,7 +1,5 @@
 """An MoE layer in BF16, the same experts in W8A8, and a float64 reference in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@
 The type and default are those of the class; the meaning comes from its docstring.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Mapping

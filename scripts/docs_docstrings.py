@@ -5,8 +5,6 @@ The docstring of a record has lines `name: meaning`, and that of a function has 
 loads this file as an extension of griffe, which reads the docstrings.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parse the fields in the docstring of a record, for tables and the API reference."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

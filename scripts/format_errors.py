@@ -7,8 +7,6 @@ travel unchanged. The error is the norm of the difference to y in float64 from u
 a share of the norm of y.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

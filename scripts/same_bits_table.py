@@ -5,8 +5,6 @@
 Plans predict the bytes of one rank in one call, whose tokens choose their experts uniformly.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

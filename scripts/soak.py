@@ -6,8 +6,6 @@
 `make soak` runs both, next to a busy process.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

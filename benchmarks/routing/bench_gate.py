@@ -7,8 +7,6 @@ that of one call in a device graph of many. SGLang's gate is included if its pac
 imported.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

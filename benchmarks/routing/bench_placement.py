@@ -8,8 +8,6 @@ makes a placement with one redundant expert a rank. Other batches are timed, bef
 turn, in device graphs where the ranks have GPUs, after the results of one have been compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial

@@ -4,8 +4,6 @@ A torch.dtype that is passed for an `int?` parameter reaches the operator as PyT
 that scalar type.
 """
 
-from __future__ import annotations
-
 from types import MappingProxyType
 
 import torch

@@ -8,8 +8,6 @@ The device converts NZ back for most operators of torch, and a clone there stays
 has wrong values. Views and parameters that share the whole memory keep the format.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Quantise rows to INT8 as an operator does, with poison where its arithmetic is undefined."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from epcomm.quantization import INT8_PER_TOKEN, quantize

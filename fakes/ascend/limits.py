@@ -3,8 +3,6 @@
 Rules of use hold at any size. Limits of sizes can be lifted, for suites with small tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

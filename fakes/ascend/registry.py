@@ -5,8 +5,6 @@ the schema. Nothing is registered when a module is imported; `register()` finds 
 package and registers them.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

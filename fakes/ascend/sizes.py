@@ -1,7 +1,5 @@
 """Check the chip's limits of sizes, which either test mode lifts."""
 
-from __future__ import annotations
-
 from fakes.ascend import limits
 from fakes.deep_ep.limits import is_enforced
 

@@ -1,7 +1,5 @@
 """Fill memory that an operator leaves unwritten: NaN, and integers that no operator computes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Source: the tiling functions of sgl-kernel-npu and of the vendor's operators, as documented.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from epcomm.config import environment

@@ -5,8 +5,6 @@ arbitrary values where the real package leaves memory unwritten. It refuses what
 refuses (limits.py). Those of V1 and V2 are epcomm.integrations.deep_ep with these limits on top.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Refuse calls that break rules of use, and limits of sizes unless these are switched off."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

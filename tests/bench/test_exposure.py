@@ -1,7 +1,5 @@
 """The exposed share of an exchange, and the trace of layers on CPU ranks."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

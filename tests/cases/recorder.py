@@ -1,7 +1,5 @@
 """Records when the calls of a rank have moved their rows, to compare with other events."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable

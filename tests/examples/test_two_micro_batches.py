@@ -1,7 +1,5 @@
 """The recipe of two micro-batches computes what the decoder layers of transformers compute."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

@@ -7,8 +7,6 @@ Source: sgl-project/sgl-kernel-npu, python/deep_ep, signatures and documented be
 on an NPU; the code is ours.
 """
 
-from __future__ import annotations
-
 from fakes.ascend.deep_ep.buffer import Buffer
 from fakes.ascend.deep_ep.config import Config
 from fakes.ascend.deep_ep.event import EventOverlap

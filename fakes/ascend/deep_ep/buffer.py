@@ -1,7 +1,5 @@
 """Imitate Buffer, the calls of the deep_ep of Ascend, with its signatures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

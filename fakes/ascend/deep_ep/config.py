@@ -1,7 +1,5 @@
 """Read the settings of callers: strategies, which have no effect, and the environment."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum

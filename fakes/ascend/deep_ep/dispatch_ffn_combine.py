@@ -4,8 +4,6 @@ Both GEMMs return float16, which overflows to infinity, as on the device. It is 
 exact product or the float32 product is rounded to float16; here it is the latter.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 

@@ -1,7 +1,5 @@
 """Imitate events, which do nothing, because all work on Ascend is ordered by one stream."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from torch import Tensor

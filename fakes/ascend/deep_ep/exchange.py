@@ -7,8 +7,6 @@ Ranks agree before anything is sent: if one refuses its arguments, or they diffe
 not, all raise. On the device only that rank raises, and the others wait for it.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Imitate fused_deep_moe(): dispatch, experts and combine in one call, by two operators."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """The arguments of fused_deep_moe(), and the checks of both of its operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

@@ -5,8 +5,6 @@ integers is float32. Permitted orders of its products and quotients differ in th
 they are those of the documentation.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 

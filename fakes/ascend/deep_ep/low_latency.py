@@ -1,7 +1,5 @@
 """Imitate low latency: packed rows at the start of memory with capacity for the maximum."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

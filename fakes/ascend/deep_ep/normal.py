@@ -1,7 +1,5 @@
 """Imitate normal mode: one row for each (token, expert), and a weighted combine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

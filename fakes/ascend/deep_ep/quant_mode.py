@@ -1,7 +1,5 @@
 """Name the formats of rows, and check which of them a chip has."""
 
-from __future__ import annotations
-
 from fakes.ascend.limits import Soc, require, require_modelled, require_soc
 
 BF16 = "bf16"

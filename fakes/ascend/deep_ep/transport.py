@@ -1,7 +1,5 @@
 """Send rows of several tensors to other ranks as bytes, through gloo."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

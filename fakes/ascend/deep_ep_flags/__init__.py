@@ -4,8 +4,6 @@ Everything else is fakes.ascend.deep_ep.
 Source: sgl-project/sgl-kernel-npu, python/deep_ep; signatures, not checked on an NPU.
 """
 
-from __future__ import annotations
-
 from fakes.ascend.deep_ep import CPU_RANKS, Config, EventOverlap, cpu_device_name
 from fakes.ascend.deep_ep_flags.buffer import Buffer
 

@@ -1,7 +1,5 @@
 """Imitate Buffer with its newer signatures: each call becomes one of the older Buffer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import IntEnum
 from typing import cast

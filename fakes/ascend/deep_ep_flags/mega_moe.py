@@ -4,8 +4,6 @@ Its arithmetic between the products is not documented: here float32, as in mode 
 Source: sgl-kernel-npu, documentation and signature; not checked on an NPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 

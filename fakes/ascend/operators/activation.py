@@ -3,8 +3,6 @@
 All is computed in float32; a row outside of all groups is undefined.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

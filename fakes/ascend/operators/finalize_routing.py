@@ -4,8 +4,6 @@ Source: the operator's documentation. Sums are float32, in the order of a token'
 once.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

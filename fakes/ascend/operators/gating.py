@@ -4,8 +4,6 @@ Source: the operator's documentation. The result of a row with a NaN score is un
     is poisoned.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ INT8 sums are exact integers, floating sums are in float32, and every result is 
 outside of all groups are undefined.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

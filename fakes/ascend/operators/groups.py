@@ -1,7 +1,5 @@
 """Read group_list, the rows of each expert, in the three formats of the operators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum

@@ -4,8 +4,6 @@ Source: the operator's documentation and shape kernel. Only the unambiguous part
     every row (no capacity), no quantisation or INT8 by token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

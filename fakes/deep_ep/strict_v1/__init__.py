@@ -5,8 +5,6 @@ where it leaves memory unwritten, and an order of rows that differs between call
 Source: deepseek-ai/DeepEP, deep_ep/buffers/legacy.py, and a recording of the real package.
 """
 
-from __future__ import annotations
-
 from epcomm.integrations.deep_ep import Config, EventOverlap, topk_idx_t
 from fakes.deep_ep.strict_v1.buffer import Buffer
 

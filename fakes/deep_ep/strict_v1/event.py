@@ -5,8 +5,6 @@ are poisoned, until a wait for its event or the next call on the same buffer, wh
 would run after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

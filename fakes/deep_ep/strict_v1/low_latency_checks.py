@@ -1,7 +1,5 @@
 """Check what the real package asserts about low-latency calls."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Check what the real package asserts about calls of normal mode."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The limits of sizes of the real package, and the ids that its kernels read."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Fill memory that the real package leaves unwritten: NaN, or a number that no index can be."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

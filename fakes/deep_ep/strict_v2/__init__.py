@@ -5,8 +5,6 @@ where it leaves memory unwritten, and varying orders of rows where it defines no
 Source: values recorded from the real package on GPUs.
 """
 
-from __future__ import annotations
-
 from epcomm.integrations.deep_ep import EPHandle, EventHandle, EventOverlap, topk_idx_t
 from fakes.deep_ep.strict_v2.buffer import ElasticBuffer
 

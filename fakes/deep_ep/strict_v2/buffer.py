@@ -1,7 +1,5 @@
 """ElasticBuffer of the drop-in, which refuses what the real package refuses."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

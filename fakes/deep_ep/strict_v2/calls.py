@@ -1,7 +1,5 @@
 """Vary the orders that the real package leaves open, and poison what it does not write."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ The package throws `Assertion exception (<file>:<line>): <condition>` as a Runti
 here are such conditions; like the package's, they say neither value nor rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fill memory that the package leaves unwritten, so that reading it is noticed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,17 +3,14 @@
 A module is such a layer, or has one as an attribute, as transformers' experts do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from epcomm.group import EPGroup
-    from epcomm.stats import EPStats
+from epcomm.group import EPGroup
+from epcomm.stats import EPStats
 
 _ATTRIBUTE = "epcomm_layer"
 

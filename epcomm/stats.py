@@ -1,19 +1,14 @@
 """Counts of a layer on one rank, and the load of each of its experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.errors import ConfigError
-
-if TYPE_CHECKING:
-    from epcomm.group import EPGroup
+from epcomm.group import EPGroup
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,20 +7,16 @@ no device. Worked example, rows of 144 B, W = 4, K = 2, M = 16:
     of all ranks, 9,216 B
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.row_layout import RowLayout
+from epcomm.spec import BufferSpec, HostLayout
 from epcomm.types import align_up
-
-if TYPE_CHECKING:
-    from epcomm.spec import BufferSpec, HostLayout
 
 # Bytes of a slot besides its router weight: row_of_slot (int32), its entry in slots_by_row (int64).
 SLOT_INDEX_BYTES, SLOT_MEMBER_BYTES = 4, 8
@@ -100,7 +96,7 @@ class CallShape:
         num_local_experts: int,
         hosts: HostLayout | None = None,
         group_size: int | None = None,
-    ) -> CallShape:
+    ) -> Self:
         """Return the part of `rank` in the call that dispatches and combines these tokens.
 
         Worked example: 2 hosts of 2 ranks (0 1 | 2 3) with one expert each. If rank 0 has one
@@ -160,7 +156,7 @@ class CallShape:
         hosts: HostLayout | None = None,
         *,
         returned_columns: int = 1,
-    ) -> CallShape:
+    ) -> Self:
         """Return a call of T tokens on each rank, each sent to min(K, W - 1) other ranks.
 
         hosts: the hosts of the ranks, or None; each token is sent to as many ranks of other hosts
@@ -192,9 +188,7 @@ class RowBytes:
     combine: int
 
     @classmethod
-    def of(
-        cls, spec: BufferSpec, world_size: int | None = None, *, backward: bool = False
-    ) -> RowBytes:
+    def of(cls, spec: BufferSpec, world_size: int | None = None, *, backward: bool = False) -> Self:
         """Return the bytes of rows in the forward pass, or in the backward pass.
 
         world_size: W, if a row in combine has all that returns for one (token, rank).

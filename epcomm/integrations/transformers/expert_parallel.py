@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from epcomm.blocks import correction_bias_of
 from epcomm.buffers.traffic import BufferTraffic
@@ -39,10 +40,6 @@ from epcomm.routing.gates import Gate, attach_gate
 from epcomm.spec import MoESpec
 from epcomm.stats import EPStats, LayerCounter
 from epcomm.types import WeightsAppliedBy
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 # The forward of experts: hidden_states [N, H], top_k_index [N, K], top_k_weights [N, K] -> [N, H].
 ExpertsCall = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,6 +1,6 @@
 """Export the statistics of a model's layers as named numbers, and as text for Prometheus."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,32 +34,24 @@ class Metric:
         return "counter" if self.name.endswith("_total") else "gauge"
 
 
-@dataclass(frozen=True)
-class _Family:
-    """The metrics of one name; `read` gives one value, or a value for each expert of the rank."""
-
-    name: str
-    help: str
-    read: Callable[[EPStats], float | tuple[int, ...]]
-
-
-_IMBALANCE = "Most tokens of an expert of the rank over their mean, since construction."
-_OF_LAYERS = (
-    _Family("epcomm_calls_total", "Forward passes of the layer.", lambda s: s.num_calls),
-    _Family("epcomm_tokens_total", "Tokens that the rank dispatched.", lambda s: s.num_tokens),
-    _Family("epcomm_rows_total", "Rows that the rank received.", lambda s: s.num_rows),
-    _Family(
-        "epcomm_expert_tokens_total",
+# Name -> the field of EPStats, which has one value or a value for each expert, and help.
+_OF_LAYERS = {
+    "epcomm_calls_total": ("num_calls", "Forward passes of the layer."),
+    "epcomm_tokens_total": ("num_tokens", "Tokens that the rank dispatched."),
+    "epcomm_rows_total": ("num_rows", "Rows that the rank received."),
+    "epcomm_expert_tokens_total": (
+        "num_tokens_per_expert",
         "Tokens that an expert of the rank computed.",
-        lambda s: s.num_tokens_per_expert,
     ),
-    _Family("epcomm_expert_imbalance", _IMBALANCE, lambda s: s.imbalance),
-    _Family(
-        "epcomm_max_slots",
+    "epcomm_expert_imbalance": (
+        "imbalance",
+        "Most tokens of an expert of the rank over their mean, since construction.",
+    ),
+    "epcomm_max_slots": (
+        "max_slots",
         "Most (token, expert) pairs that the rank computed in one call.",
-        lambda s: s.max_slots,
     ),
-)
+}
 # Field of ReplayCounts -> help.
 _OF_REPLAYS = {
     "num_tokens": "Tokens of the rank with replayed experts.",
@@ -92,9 +84,9 @@ def metrics(model: nn.Module) -> list[Metric]:
     ]
     found = [
         metric
-        for family in _OF_LAYERS
+        for name in _OF_LAYERS
         for labels, stats in taken
-        for metric in _of_layer(family, labels, stats)
+        for metric in _of_layer(name, labels, stats)
     ]
     found += _of_replays(model, {group.calls: labels for group, labels in labels_of.items()})
     return found + [metric for group in groups for metric in _sent_bytes(group, labels_of[group])]
@@ -118,12 +110,13 @@ def as_prometheus_text(found: Iterable[Metric]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _of_layer(family: _Family, labels: Mapping[str, str], stats: EPStats) -> Iterator[Metric]:
-    read = family.read(stats)
+def _of_layer(name: str, labels: Mapping[str, str], stats: EPStats) -> Iterator[Metric]:
+    field, text = _OF_LAYERS[name]
+    read = getattr(stats, field)
     is_by_expert = isinstance(read, tuple)
     for expert, value in enumerate(read if is_by_expert else (read,)):
         own = {**labels, "expert": str(expert)} if is_by_expert else labels
-        yield Metric(name=family.name, labels=own, value=float(value), help=family.help)
+        yield Metric(name=name, labels=own, value=float(value), help=text)
 
 
 def _of_replays(model: nn.Module, labels_of: Mapping[Calls, Mapping[str, str]]) -> Iterator[Metric]:

@@ -139,7 +139,9 @@ class Ranks:
             return last.buffer
         buffer = self._opened.get((service, spec))
         if buffer is None:
-            kind = self._class_of(service)
+            if service not in self._classes:
+                self._classes[service] = self._choose(service)
+            kind = self._classes[service]
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise HandleError(
                     f"deep_ep: a call of a new shape came while a graph is captured ({self.where}),"
@@ -248,12 +250,7 @@ class Ranks:
         self.last.clear()
         self._group.close()
 
-    def _class_of(self, service: Service) -> type[Buffer]:
-        if service not in self._classes:
-            self._classes[service] = buffer_class(self._choose(service))
-        return self._classes[service]
-
-    def _choose(self, service: Service) -> str:
+    def _choose(self, service: Service) -> type[Buffer]:
         """Return the first class for a service that every rank can have.
 
         Collective: yes.
@@ -279,7 +276,7 @@ class Ranks:
             if kind.needs_one_host and (len(hosts) > 1 or "" in hosts):
                 reasons.append(f"{name}: ranks are on {len(hosts)} hosts, expected one")
             if not reasons:
-                return name
+                return kind
             lacking += reasons
         raise BackendUnavailable(
             f"deep_ep: no backend provides {service} on {self.device} ({self.where}): "

@@ -127,7 +127,7 @@ class ExpertParallelRegistration:
 
     def explain(self) -> str:
         """Return the plans of all kinds of layers that have run, and their reasons, as text."""
-        return "\n\n".join(dict.fromkeys(text for b in self.bridges for text in b.explain()))
+        return "\n\n".join(dict.fromkeys(text for b in self.bridges for text in b.plans))
 
     def load_tables(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tokens that chose each expert, [N, E], int64, by layer, for LoadRecorder.
@@ -173,6 +173,7 @@ class ExpertParallelRegistration:
 class ExpertsBridge:
     """Sends the tokens of a batch to the experts of one layer, and returns the results.
 
+    plans: the text of each plan, one for each shape of the calls.
     load_table: see ExpertParallelRegistration.load_tables(); None: nothing is counted.
     """
 
@@ -205,7 +206,7 @@ class ExpertsBridge:
         has_slices = batch_mesh.size() > 1 and not self._is_replicated
         self._batch_mesh = batch_mesh if has_slices else None
         self._phases: dict[MoESpec, PhaseDispatchers] = {}
-        self._plans: list[str] = []
+        self.plans: list[str] = []
         self._counter: LayerCounter | None = None
         self.load_table: Tensor | None = None
         if registration.config.record_load:
@@ -273,10 +274,6 @@ class ExpertsBridge:
         traffic = (phases.traffic() for phases in self._phases.values())
         return self._counter.snapshot(sum(traffic, BufferTraffic()))
 
-    def explain(self) -> list[str]:
-        """Return the plans of this layer, one for each shape of its calls."""
-        return self._plans
-
     def _observe(
         self, gate: Gate, hidden_states: Tensor, outputs: object, bias: Tensor | None
     ) -> tuple[object, ...]:
@@ -341,7 +338,7 @@ class ExpertsBridge:
             if self._is_replicated:
                 config = replace(config, mode=Mode.STANDARD, replicated=True)
             chosen = plan(config, spec, self.group)
-            self._plans.append(chosen.explain())
+            self.plans.append(chosen.explain())
             self._phases[spec] = PhaseDispatchers(self.group, spec, config, chosen)
         return self._phases[spec]
 

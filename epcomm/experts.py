@@ -417,7 +417,7 @@ class ExpertParallelExperts(nn.Module):
         agree_on_move(
             calls,
             problem=problem,
-            placement=None if problem else placement,
+            placement="" if problem else placement.as_json(),
             state="" if state is None else state.describe(),
         )
         assert state is not None, "agree_on_move() raises if a rank has a problem"
@@ -596,7 +596,9 @@ class PipelinePath:
         """
         dtype, planned = weights.dtype, self._spec.dtype
         if dtype is not planned and dtype.itemsize > planned.itemsize and self._may_widen:
-            self._widen(weights)
+            # All ranks have cast their experts, so all make the new plan.
+            spec = replace(self._spec, dtype=dtype)
+            self._open(spec, plan(self._config, spec, self._group, weights=weights))
         try:
             dispatcher = self.phases.of_phase(decode=decode)
         except ConfigError as error:
@@ -618,14 +620,6 @@ class PipelinePath:
     @ranged("experts")
     def _run_experts(self, out: DispatchOutput, weights: ExpertTensors) -> CombineInput:
         return self.runner.run(out, weights)
-
-    def _widen(self, weights: ExpertTensors) -> None:
-        """Make a new plan for experts that all ranks have cast to a wider dtype.
-
-        Collective: yes.   Host sync: yes.
-        """
-        spec = replace(self._spec, dtype=weights.dtype)
-        self._open(spec, plan(self._config, spec, self._group, weights=weights))
 
     def _open(self, spec: MoESpec, chosen: EPPlan) -> None:
         self.phases = PhaseDispatchers(self._group, spec, self._config, chosen)

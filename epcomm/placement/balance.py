@@ -31,6 +31,8 @@ _MOST_TRIALS = 16
 
 # The loads of the items that are packed together.
 _Loads: TypeAlias = "npt.NDArray[np.float64]"
+# Experts, or the number of copies of each.
+_Ints: TypeAlias = "npt.NDArray[np.int64]"
 
 
 def balance(
@@ -126,9 +128,7 @@ def _checked(load: Tensor | Sequence[float] | _Loads) -> _Loads:
     return values
 
 
-def _areas(
-    values: _Loads, num_groups: int, num_areas: int, *, exchanges: bool
-) -> list[npt.NDArray[np.int64]]:
+def _areas(values: _Loads, num_groups: int, num_areas: int, *, exchanges: bool) -> list[_Ints]:
     """Divide the experts into areas, which are hosts or all ranks; groups stay whole."""
     group_size = len(values) // num_groups
     ids = np.arange(len(values)).reshape(num_groups, group_size)
@@ -137,9 +137,7 @@ def _areas(
     return [ids[sorted(groups)].reshape(-1) for groups in packed]
 
 
-def _place(
-    values: _Loads, experts: npt.NDArray[np.int64], num_ranks: int, num_places: int
-) -> list[int]:
+def _place(values: _Loads, experts: _Ints, num_ranks: int, num_places: int) -> list[int]:
     """Return the logical expert of each physical one, for num_ranks ranks in their order."""
     one = np.ones(len(values), dtype=np.int64)
     copies = _count_copies(values, num_places, num_ranks * one, one)
@@ -160,20 +158,20 @@ def _place(
 class _Packing:
     """Experts on ranks: the number of copies of each, and the experts that each rank holds."""
 
-    copies: npt.NDArray[np.int64]
-    held: list[npt.NDArray[np.int64]]
+    copies: _Ints
+    held: list[_Ints]
     totals: list[float]
     highest: float
 
 
-def _packed(values: _Loads, copies: npt.NDArray[np.int64], num_ranks: int) -> _Packing:
+def _packed(values: _Loads, copies: _Ints, num_ranks: int) -> _Packing:
     owners = np.repeat(np.arange(len(values)), copies)
     held = [owners[items] for items in _pack((values / copies)[owners], owners, num_ranks)]
     totals = [float((values / copies)[each].sum()) for each in held]
     return _Packing(copies=copies, held=held, totals=totals, highest=max(totals))
 
 
-def _other_copies(values: _Loads, packed: _Packing) -> Iterator[npt.NDArray[np.int64]]:
+def _other_copies(values: _Loads, packed: _Packing) -> Iterator[_Ints]:
     """Yield numbers of copies with more or fewer of the largest experts of the highest rank."""
     copies, num_ranks = packed.copies, len(packed.held)
     experts = packed.held[int(np.argmax(packed.totals))]
@@ -189,12 +187,7 @@ def _other_copies(values: _Loads, packed: _Packing) -> Iterator[npt.NDArray[np.i
                     yield changed
 
 
-def _count_copies(
-    values: _Loads,
-    num_places: int,
-    most: npt.NDArray[np.int64],
-    least: npt.NDArray[np.int64],
-) -> npt.NDArray[np.int64]:
+def _count_copies(values: _Loads, num_places: int, most: _Ints, least: _Ints) -> _Ints:
     """Assign each expert its least number of copies, and the others by the highest load of a copy.
 
     most: largest number of copies of each expert.
@@ -213,7 +206,7 @@ class _Bins:
     """Items in bins of one size; owners of the items in a bin are distinct."""
 
     loads: _Loads
-    owners: npt.NDArray[np.int64]
+    owners: _Ints
     items: list[list[int]]
     size: int
 
@@ -226,7 +219,7 @@ class _Bins:
 
 
 def _pack(
-    loads: _Loads, owners: npt.NDArray[np.int64], num_bins: int, *, exchanges: bool = True
+    loads: _Loads, owners: _Ints, num_bins: int, *, exchanges: bool = True
 ) -> list[list[int]]:
     """Pack items into bins of equal number, and exchange items while that lowers the highest."""
     bins = _Bins(

@@ -88,20 +88,19 @@ def check_placement(old: ExpertPlacement, new: object, where: str) -> None:
             )
 
 
-def agree_on_move(
-    calls: Calls, *, problem: str, placement: ExpertPlacement | None, state: str
-) -> None:
+def agree_on_move(calls: Calls, *, problem: str, placement: str, state: str) -> None:
     """Compare what all ranks are about to move, before anything moves.
 
-    problem: why this rank cannot move, or an empty text.
+    problem: why this rank cannot move, or an empty text.   placement: as JSON.
+    state: the tensors that move, see ExpertState.describe().
 
     Collective: yes.   Host sync: yes.
     Raises:
         ConfigError: some rank has a problem, or ranks disagree; on every rank.
     """
-    places = None if placement is None else placement.as_json()
-    found = {"problem": problem, "placement": _digest(places), "tensors": _digest(state)}
-    reports = calls.agree({}, what="rebalance", findings=found)
+    texts = {"placement": placement, "tensors": state}
+    found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    reports = calls.agree({}, what="rebalance", findings={"problem": problem, **found})
     for rank, finding in enumerate(reports):
         if finding["problem"]:
             raise ConfigError(
@@ -109,7 +108,7 @@ def agree_on_move(
                 if rank == calls.names.own
                 else f"{finding['problem']} (reported by rank {rank}; this is {calls.names.where})"
             )
-    for name in ("placement", "tensors"):
+    for name in texts:
         others = [rank for rank, each in enumerate(reports) if each[name] != reports[0][name]]
         if others:
             raise ConfigError(
@@ -143,10 +142,6 @@ def agree_to_write(calls: Calls) -> EPTimeout | None:
     except EPTimeout as lost:
         return lost
     return None
-
-
-def _digest(text: str | None) -> str:
-    return "" if text is None else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _is_by_expert(tensor: Tensor, num_local: int) -> bool:

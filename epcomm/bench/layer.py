@@ -118,11 +118,9 @@ class _Case:
         group, experts, expected = self.group, self.make_experts(), self.expected()
         ids = [each.topk_ids for each in self.batches]
         self.report.bounds.append(bound_layer(self.weights, experts, ids, group, self.report.rates))
-        # Each layer that is right, eager or replayed from a graph.
-        ways: list[tuple[Layer, bool]] = []
         right = [each for each in self.open_layers(experts) if self._is_right(each, expected)]
-        for layer in right:
-            ways += [(layer, in_graph) for in_graph in _ways_of(layer, group.device)]
+        # Each layer that is right, eager or replayed from a graph.
+        ways = [(layer, in_graph) for layer in right for in_graph in _ways_of(layer, group.device)]
         calls = {
             str(number): layer.timed(group.device, in_graph=in_graph)
             for number, (layer, in_graph) in enumerate(ways)

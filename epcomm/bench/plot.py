@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from epcomm.bench.records import Report
 from epcomm.bench.report import name_of
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, grouped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,7 +78,5 @@ def _lines(report: Report) -> dict[str, list[tuple[int, float]]]:
         (f"{each.mode or 'torch'}: {name_of(each)}", each.tokens, each.whole.p50)
         for each in report.results
     ]
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for name, tokens, us in sorted(points, key=lambda point: point[1]):
-        lines.setdefault(name, []).append((tokens, us))
-    return lines
+    points.sort(key=lambda point: point[1])
+    return grouped((name, (tokens, us)) for name, tokens, us in points)

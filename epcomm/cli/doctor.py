@@ -48,7 +48,10 @@ def doctor_command(
     Exit code 0: every backend and runner NAMED is available; without names, at least one of each.
     1: one of them is not available. 2: bad input, such as a name that does not exist.
     """
-    _check_names(names or [])
+    known = sorted({*BUFFERS, *BACKEND_GROUPS, *FUSED, *RUNNERS})
+    for name in names or []:
+        if name not in known:
+            raise BadInput(f"epcomm doctor: {name!r} is no backend or runner, expected of {known}")
     report = doctor()
     if json:
         sys.stdout.write(as_json(report, names or []))
@@ -73,13 +76,6 @@ def as_json(report: DoctorReport, names: Sequence[str]) -> str:
         "next_steps": list(report.next_steps),
     }
     return json_module.dumps(values, indent=1) + "\n"
-
-
-def _check_names(names: Sequence[str]) -> None:
-    known = sorted({*BUFFERS, *BACKEND_GROUPS, *FUSED, *RUNNERS})
-    for name in names:
-        if name not in known:
-            raise BadInput(f"epcomm doctor: {name!r} is no backend or runner, expected of {known}")
 
 
 def _named(findings: Sequence[Finding], names: Sequence[str]) -> list[Finding]:

@@ -27,7 +27,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -76,13 +76,8 @@ class ReplayCounts:
     @classmethod
     def of(cls, counts: Tensor) -> ReplayCounts:
         """Read the counts of a Gate. Host sync: yes."""
-        tokens, differing_tokens, entries, differing_entries = counts.tolist()
-        return cls(
-            num_tokens=tokens,
-            num_tokens_that_differ=differing_tokens,
-            num_entries=entries,
-            num_entries_that_differ=differing_entries,
-        )
+        names = (field.name for field in fields(cls))
+        return cls(**dict(zip(names, counts.tolist(), strict=True)))
 
 
 class RouteRecord:

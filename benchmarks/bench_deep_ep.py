@@ -15,13 +15,11 @@ which share a stream, so that they hide only the wait for other ranks; or beside
 on the communication stream, which need free SMs too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Self
 
 import torch
 import torch.distributed as dist
@@ -83,7 +81,7 @@ class Batch:
     weights: Tensor
 
     @classmethod
-    def of(cls, options: Options, num_tokens: int, device: torch.device, seed: int) -> Batch:
+    def of(cls, options: Options, num_tokens: int, device: torch.device, seed: int) -> Self:
         """Make another batch for each seed and rank."""
         generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
         x = torch.randint(-4, 5, (num_tokens, options.hidden), generator=generator)
@@ -109,7 +107,7 @@ class Hidden:
     share: float
 
     @classmethod
-    def of(cls, communication_us: float, product_us: float, together_us: float) -> Hidden:
+    def of(cls, communication_us: float, product_us: float, together_us: float) -> Self:
         """Compute the share: of 30, 50 and 60 us together, 20 of 30 us are hidden."""
         saved = communication_us + product_us - together_us
         return cls(

@@ -21,15 +21,13 @@ one scale for each tensor: DeepGEMM's time is that of cuBLAS times what it took 
 DeepGEMM 2.6.1 (54e2261), torch 2.11.0+cu130. The ratios are estimates then.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +123,7 @@ class Experts:
     codes: Fp8BlockWeights | Int8ChannelWeights
 
     @classmethod
-    def make(cls, size: Size, device: torch.device) -> Experts:
+    def make(cls, size: Size, device: torch.device) -> Self:
         """Make seeded matrices with products of order one."""
         generator = torch.Generator(device).manual_seed(0)
 

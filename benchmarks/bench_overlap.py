@@ -15,13 +15,11 @@ Dispatches run on a stream with priority, as the exchange of an engine does: oth
 programs would wait until those of the product end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Self
 
 import torch
 import torch.distributed as dist
@@ -56,7 +54,7 @@ class Load:
     stream: torch.cuda.Stream
 
     @classmethod
-    def of(cls, call: Callable[[], object], stream: torch.cuda.Stream) -> Load:
+    def of(cls, call: Callable[[], object], stream: torch.cuda.Stream) -> Self:
         """Capture _PER_GRAPH calls.   Collective: as the call.   Host sync: yes."""
 
         def calls() -> None:

@@ -1,7 +1,5 @@
 """ExpertParallelMoE: a whole MoE block, router, routed experts over the ranks, shared experts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -96,7 +94,7 @@ class ExpertParallelMoE(nn.Module):
     @classmethod
     def from_transformers(
         cls, block: nn.Module, group: EPGroup, config: EPConfig | None = None
-    ) -> ExpertParallelMoE:
+    ) -> "ExpertParallelMoE":
         """Spread the experts of a transformers MoE block over the group.
 
         The block is read by its structure, whatever its class, and a copy of it confirms on a few

@@ -4,10 +4,9 @@ Triton kernels import them as constants from kernels/nvlink/common/status.py; CU
 them as macros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from enum import IntEnum, IntFlag
+from typing import Self
 
 from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
 
@@ -32,7 +31,7 @@ class FaultCode(IntEnum):
     UNFINISHED = 14
 
     @classmethod
-    def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
+    def of(cls, error: EPError | None, *, in_combine: bool = False) -> "FaultCode":
         """Return the code that reports `error` of a dispatch or of a combine."""
         if error is None:
             return cls.NONE
@@ -128,7 +127,7 @@ class BatchFlags(IntFlag):
     EXPERTS_NEED_GRAD = 4
 
     @classmethod
-    def of_experts(cls, trains: Iterable[bool]) -> BatchFlags:
+    def of_experts(cls, trains: Iterable[bool]) -> Self:
         """Return the flags of expert tensors; `trains` has one entry for each tensor."""
         bits = sum(1 << place for place, trained in enumerate(trains) if trained)
         told = bits & ((1 << MAX_TRAINED) - 1)

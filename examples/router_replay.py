@@ -9,11 +9,9 @@ trains the same model in float32 on the text, once with live routes and once wit
 prints how often the routers disagree, and how far the log-probabilities of the two programs differ.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import torch
 import torch.distributed as dist
@@ -50,9 +48,10 @@ class Rollout:
     log_probs: Tensor
     routes: Tensor
 
-    def part(self, number: int, num_parts: int) -> Rollout:
+    def part(self, number: int, num_parts: int) -> Self:
         """Return the sequences of one of several ranks."""
-        return Rollout(**{name: each.chunk(num_parts)[number] for name, each in vars(self).items()})
+        parts = {name: each.chunk(num_parts)[number] for name, each in vars(self).items()}
+        return replace(self, **parts)
 
 
 def build(group: EPGroup, dtype: torch.dtype) -> Qwen3MoeForCausalLM:

@@ -1,7 +1,5 @@
 """Draw medians of whole calls by tokens; matplotlib is not a dependency of the wheel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +43,7 @@ def check_writable(path: Path, *, command: str) -> None:
         ) from None
 
 
-def draw(report: Report) -> Figure:
+def draw(report: Report) -> "Figure":
     """Return a figure with a line for each contender, on logarithmic axes."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, ScalarFormatter

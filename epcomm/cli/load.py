@@ -1,7 +1,5 @@
 """`epcomm load`: read the load of experts that a recorder has written, and draw it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,7 +62,7 @@ def table_of(load: ExpertLoad) -> Table:
     return table
 
 
-def draw_load(load: ExpertLoad) -> Figure:
+def draw_load(load: ExpertLoad) -> "Figure":
     """Return a heatmap: a row for each layer, a column for each expert, load over the mean."""
     from matplotlib.figure import Figure
 

@@ -3,10 +3,8 @@
 Nothing here imports Triton before a gate is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +15,6 @@ from epcomm.platforms.machine import this_machine
 from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.routing.reference import check_arguments, weigh_chosen
 from epcomm.routing.spec import CorrectionBias, DroppedGroups, RoutingSpec, SoftmaxOrder
-
-if TYPE_CHECKING:
-    from epcomm.kernels.routing.gate import GateForm
 
 # One warp holds all experts of a token in registers, 32 of them in each thread.
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
@@ -59,9 +54,26 @@ class TritonGate:
 
     def __init__(self, spec: RoutingSpec, num_experts: int) -> None:
         """Keep a routing of E = num_experts experts that triton_gate_reasons() allows."""
-        from epcomm.kernels.routing.gate import route_tokens
+        from epcomm.kernels.routing.gate import GateForm, route_tokens
 
-        self._spec, self._form, self._route = spec, _gate_form(spec, num_experts), route_tokens
+        by_logit = spec.softmax_order is SoftmaxOrder.AFTER_TOPK
+        drops = spec.drops_groups
+        self._spec, self._route = spec, route_tokens
+        self._form = GateForm(
+            num_experts=num_experts,
+            top_k=spec.top_k,
+            score="logit" if by_logit else spec.score_function.value,
+            bias=spec.correction_bias.value,
+            softcap=None if spec.softcap is None else float(spec.softcap),
+            num_groups=spec.num_groups if drops else 1,
+            topk_groups=spec.topk_groups if drops else 1,
+            group_top_n=spec.group_score_top_n if drops else 1,
+            fills_zero=drops and spec.dropped_groups is DroppedGroups.ZERO,
+            renormalizes=spec.renormalize,
+            epsilon_mode=spec.epsilon_mode.value,
+            epsilon=float(spec.epsilon),
+            scale=float(spec.routed_scaling_factor),
+        )
 
     def takes(self, logits: Tensor) -> bool:
         """Return whether the kernel can read these logits: not float64, and not in torch.compile.
@@ -160,26 +172,3 @@ class _Gating(torch.autograd.Function):
             )
             again.backward(grad_weights)
         return logits.grad, None if bias is None else bias.grad, None, None
-
-
-def _gate_form(spec: RoutingSpec, num_experts: int) -> GateForm:
-    """Translate a routing, to which triton_gate_reasons() has no objection. Local; pure."""
-    from epcomm.kernels.routing.gate import GateForm
-
-    by_logit = spec.softmax_order is SoftmaxOrder.AFTER_TOPK
-    drops = spec.drops_groups
-    return GateForm(
-        num_experts=num_experts,
-        top_k=spec.top_k,
-        score="logit" if by_logit else spec.score_function.value,
-        bias=spec.correction_bias.value,
-        softcap=None if spec.softcap is None else float(spec.softcap),
-        num_groups=spec.num_groups if drops else 1,
-        topk_groups=spec.topk_groups if drops else 1,
-        group_top_n=spec.group_score_top_n if drops else 1,
-        fills_zero=drops and spec.dropped_groups is DroppedGroups.ZERO,
-        renormalizes=spec.renormalize,
-        epsilon_mode=spec.epsilon_mode.value,
-        epsilon=float(spec.epsilon),
-        scale=float(spec.routed_scaling_factor),
-    )

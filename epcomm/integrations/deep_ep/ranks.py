@@ -8,14 +8,13 @@ in common. So a call that differs on one rank, or that it refuses, is an error o
 rows are sent. Over NVLink ranks compare only when a buffer is opened.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from epcomm.buffers.base import Buffer
 from epcomm.collectives.base import Collectives, Scalar
@@ -34,7 +33,6 @@ from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from mpi4py import MPI
 
 Record = Mapping[str, Scalar]
@@ -90,7 +88,7 @@ class Ranks:
     where: this rank in messages, such as `rank 3 of 8`.
     """
 
-    def __init__(self, ranks: dist.ProcessGroup | MPI.Comm) -> None:
+    def __init__(self, ranks: "dist.ProcessGroup | MPI.Comm") -> None:
         """Wrap the ranks, which may be a part of the world. Local."""
         self._ranks = ranks
         self._group = EPGroup(ranks)

@@ -10,8 +10,6 @@ them, one row per slot, and combine returns the sum. So every kind of experts in
 supported, with its own kernels, biases and activations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -47,7 +45,7 @@ ExpertsCall = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def register_expert_parallel(
     config: EPConfig | None = None, *, name: str = "epcomm"
-) -> ExpertParallelRegistration:
+) -> "ExpertParallelRegistration":
     """Register epcomm in transformers under `name`, for DistributedConfig.ep_implementation.
 
     Args:

@@ -1,7 +1,5 @@
 """Buffer of V1: the drop-in, and what the real one refuses and leaves undefined."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -56,7 +54,7 @@ class Buffer(drop_in.Buffer):
         allow_mnnvl: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
-        comm: MPI.Comm | None = None,
+        comm: "MPI.Comm | None" = None,
     ) -> None:
         if group is None:
             raise ValueError("Either 'group' or 'comm' must be provided.")

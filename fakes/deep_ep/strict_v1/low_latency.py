@@ -4,8 +4,6 @@ Rows of one source lie together, and sources and their rows come in any order. S
 drop-in received are shuffled into tensors that were poisoned before, and back before they return.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 
@@ -73,7 +71,7 @@ class Result:
             if tensor is not None:
                 poison(tensor)
 
-    def take(self, received: Result, generator: torch.Generator) -> None:
+    def take(self, received: Self, generator: torch.Generator) -> None:
         """Shuffle what the drop-in received into these tensors."""
         layout_range = received.handle.behind[1]
         src_info = received.handle.behind[0]

@@ -5,10 +5,9 @@
 runs them on two GPUs of this machine; without MULTI_RANK_BACKEND there are no such tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ class Batch:
     weights: Tensor
 
     @classmethod
-    def of(cls, num_tokens: int) -> Batch:
+    def of(cls, num_tokens: int) -> Self:
         """Allocate tokens that go to no expert."""
         shape = (num_tokens, TOP_K)
         return cls(

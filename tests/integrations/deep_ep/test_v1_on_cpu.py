@@ -1,7 +1,5 @@
 """Properties of a Buffer of V1 on CPU ranks only: MPI, and its files."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.mpi_ranks(2)
-def test_ranks_of_mpi(ep_ranks: MPI.Comm) -> None:
+def test_ranks_of_mpi(ep_ranks: "MPI.Comm") -> None:
     buffer = Buffer(None, comm=ep_ranks)
     batch = Batch(buffer.rank, (16, 2, 4))
     rows, _, handle, num_ranks = batch.dispatch(buffer)

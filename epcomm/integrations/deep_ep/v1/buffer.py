@@ -1,7 +1,5 @@
 """Buffer of DeepEP V1: its calls and signatures, translated to epcomm's buffers."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -101,7 +99,7 @@ class Buffer:
         allow_mnnvl: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
-        comm: MPI.Comm | None = None,
+        comm: "MPI.Comm | None" = None,
         *,
         use_fabric: bool = False,
     ) -> None:

@@ -1,8 +1,7 @@
 """A batch whose sums are exact in bfloat16, and a mixture of linear experts over it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ class Batch:
     weights: Tensor
 
     @classmethod
-    def of_rank(cls, num_tokens: int) -> Batch:
+    def of_rank(cls, num_tokens: int) -> Self:
         """Draw a batch that differs on each rank."""
         seed = torch.Generator().manual_seed(dist.get_rank())
         # At most 60 of them are not 0, for sums of squares that bfloat16 holds times 4 experts.

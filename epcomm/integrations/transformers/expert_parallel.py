@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from epcomm.blocks import correction_bias_of
 from epcomm.buffers.traffic import BufferTraffic
@@ -343,16 +344,12 @@ class ExpertsBridge:
 
 def _slice_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return this rank's rows of a tensor that all ranks of `mesh` hold; backward gathers them."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.redistribute(mesh, [Shard(0)]).to_local()
 
 
 def _gather_slices(rows: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
     """Gather the rows of all ranks of `mesh`, [num_tokens, H]; backward takes this rank's rows."""
-    from torch.distributed.tensor import DTensor, Shard
-
     hidden_size = rows.shape[1]
     sliced = DTensor.from_local(
         rows.contiguous(),

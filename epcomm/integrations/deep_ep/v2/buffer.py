@@ -256,10 +256,11 @@ class ElasticBuffer:
         if handle is None:
             request = DispatchRequest(
                 rows=rows,
-                topk_idx=topk_idx,
+                # The checks report what is missing.
+                topk_idx=cast("Tensor", topk_idx),
                 topk_weights=topk_weights,
                 recv_stats=cumulative_local_expert_recv_stats,
-                num_experts=num_experts,
+                num_experts=cast("int", num_experts),
                 max_tokens=self.num_max_tokens_per_rank if max_tokens is None else max_tokens,
                 expert_alignment=1 if expert_alignment is None else expert_alignment,
                 num_sms=num_sms,
@@ -394,10 +395,8 @@ class ElasticBuffer:
 
     def _handle_of(self, request: DispatchRequest, arrived: Arrived) -> EPHandle:
         """Make the handle of a dispatch; tests let the positions differ between calls."""
-        num_sms = request.num_sms
-        if not num_sms:
-            assert request.num_experts is not None, "it was checked"
-            num_sms = self.get_theoretical_num_sms(request.num_experts, request.routes.shape[1])
+        top_k = request.topk_idx.shape[1]
+        num_sms = request.num_sms or self.get_theoretical_num_sms(request.num_experts, top_k)
         return EPHandle(request, arrived, num_sms)
 
     def _finish(

@@ -50,14 +50,15 @@ class Arrived:
 class DispatchRequest:
     """One dispatch of T tokens on new routes; see ElasticBuffer.dispatch.
 
+    topk_idx, num_experts: of these types once check() has passed.
     max_tokens: M.   num_sms: the number that the caller asks for, 0 for any.
     """
 
     rows: Rows
-    topk_idx: Tensor | None
+    topk_idx: Tensor
     topk_weights: Tensor | None
     recv_stats: Tensor | None
-    num_experts: int | None
+    num_experts: int
     max_tokens: int
     expert_alignment: int
     num_sms: int
@@ -86,16 +87,10 @@ class DispatchRequest:
         )
         check.tensor("topk_idx", topk_idx, (num_tokens, None), (torch.int64,))
         check.num_tokens(num_tokens, "num_max_tokens_per_rank", self.max_tokens)
-        check.ids(self.routes, num_local * check.ranks.size)
+        check.ids(topk_idx, num_local * check.ranks.size)
         if weights is not None:
-            check.tensor("topk_weights", weights, self.routes.shape, FLOAT32)
+            check.tensor("topk_weights", weights, topk_idx.shape, FLOAT32)
         check.recv_stats(self.recv_stats, num_local)
-
-    @property
-    def routes(self) -> Tensor:
-        """The argument topk_idx, after it was checked."""
-        assert self.topk_idx is not None, "it was checked"
-        return self.topk_idx
 
     def send(self, ranks: Ranks, spec: BufferSpec) -> Arrived:
         """Send the tokens, and the number of each, which the handle reports.
@@ -106,7 +101,7 @@ class DispatchRequest:
 
         Collective: yes.   Host sync: one with do_cpu_sync, else none.
         """
-        topk_idx, weights = self.routes, self.topk_weights
+        topk_idx, weights = self.topk_idx, self.topk_weights
         options = {
             "num_max_tokens_per_rank": self.max_tokens,
             "has_topk_weights": weights is not None,
@@ -214,7 +209,7 @@ class EPHandle(Uncopied):
         self.expert_alignment = request.expert_alignment
         self.num_max_tokens_per_rank = request.max_tokens
         self.num_sms = num_sms
-        self.topk_idx = request.routes.clone() if request.do_handle_copy else request.routes
+        self.topk_idx = request.topk_idx.clone() if request.do_handle_copy else request.topk_idx
         # With static sizes this is the largest number of rows that can arrive.
         most = num_ranks * request.max_tokens
         self.num_recv_tokens = self.exchange.num_rows if self.is_row is None else most

@@ -28,7 +28,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.measuring import Output, ranks_of_torchrun, report_of, write_report
-from epcomm import EPConfig, EPGroup, Mode, MoESpec, TopKOutput, WireDtype
+from epcomm import EPConfig, EPGroup, Mode, MoESpec, WireDtype
 from epcomm.bench.check import check_contender, run_experts
 from epcomm.bench.contenders.all_gather import all_gather, reduce_scatter
 from epcomm.bench.contenders.backends import Epcomm
@@ -60,8 +60,7 @@ class NormalRows(Epcomm):
         self._rows = quantizer_for(batch.x.device)(batch.x, wire) if is_quantized else batch.x
 
     def dispatch(self, batch: RankBatch) -> DispatchOutput:
-        topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
-        return self._dispatcher.dispatch(self._rows, topk)
+        return self._dispatcher.dispatch(self._rows, batch.topk)
 
 
 def open_normal(

@@ -26,9 +26,7 @@ def record_of(
     return {
         "version": version_of("epcomm"),
         "layer": {
-            "hidden_size": spec.hidden_size,
-            "num_experts": spec.num_experts,
-            "top_k": spec.top_k,
+            **asdict(spec),
             "dtype": WireDtype.from_torch(spec.dtype).value,
             "ranks": ranks,
         },

@@ -1,7 +1,5 @@
 """Micro-batches in turn: the order of calls in forward and backward, and errors of one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count
 from typing import Any

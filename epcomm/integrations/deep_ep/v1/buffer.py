@@ -1,7 +1,7 @@
 """Buffer of DeepEP V1: its calls and signatures, translated to epcomm's buffers."""
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -249,8 +249,9 @@ class Buffer:
                     rows=rows,
                     topk_idx=topk_idx,
                     topk_weights=topk_weights,
-                    is_in_rank=is_token_in_rank,
-                    per_expert=num_tokens_per_expert,
+                    # The checks report what is missing.
+                    is_in_rank=cast("Tensor", is_token_in_rank),
+                    per_expert=cast("Tensor", num_tokens_per_expert),
                     num_worst_tokens=num_worst_tokens,
                     num_sms=config.sms or None,
                     service=service,
@@ -269,11 +270,10 @@ class Buffer:
             return along.as_given(), None, None, None, None, event
         assert request is not None, "just made"
         assert check.spec is not None, "just checked"
-        assert is_token_in_rank is not None, "just checked"
         with call as under_way:
             received = request.send(self._ranks, check.spec)
             made = NormalHandle.of(
-                received.exchange, is_token_in_rank, self._saved_handles, config.num_channels
+                received.exchange, request.is_in_rank, self._saved_handles, config.num_channels
             )
             out, ids, weights = received.rows, received.topk_ids, received.topk_weights
             given = [rows.x, rows.scales, topk_idx, topk_weights]

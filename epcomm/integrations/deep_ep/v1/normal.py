@@ -35,15 +35,15 @@ UNKNOWN = torch.iinfo(torch.int32).min
 class NormalRequest(NamedTuple):
     """One dispatch of V1 on new routes; see Buffer.dispatch().
 
-    num_sms: see dispatch_rows().
+    is_in_rank, per_expert: tensors once check() has passed.   num_sms: see dispatch_rows().
     service: ROW_BUDGET: num_worst_tokens rows, at most as many tokens, and no host sync.
     """
 
     rows: Rows
     topk_idx: Tensor | None
     topk_weights: Tensor | None
-    is_in_rank: Tensor | None
-    per_expert: Tensor | None
+    is_in_rank: Tensor
+    per_expert: Tensor
     num_worst_tokens: int
     num_sms: int | None
     service: Service
@@ -54,7 +54,6 @@ class NormalRequest(NamedTuple):
         check.rows(self.rows, (None, None), PLAIN, QUANTIZED)
         num_tokens = self.rows.x.shape[0]
         check.tensor("num_tokens_per_expert", self.per_expert, (None,), (torch.int32,))
-        assert self.per_expert is not None, "just checked"
         num_experts = self.per_expert.shape[0]
         if num_experts < 1 or num_experts % num_ranks:
             fault = f"num_tokens_per_expert has {num_experts} entries, expected a multiple of the"
@@ -84,7 +83,6 @@ class NormalRequest(NamedTuple):
         ids, weights, most = self.topk_idx, self.topk_weights, self.num_worst_tokens
         options = {"num_worst_tokens": most, "has_topk_weights": ids is not None}
         if ids is None or weights is None:
-            assert self.is_in_rank is not None, "just checked"
             everyone = torch.arange(ranks.size, device=self.is_in_rank.device)
             ids = torch.where(self.is_in_rank, everyone, -1)
             weights = torch.ones_like(ids, dtype=torch.float32)
@@ -94,7 +92,7 @@ class NormalRequest(NamedTuple):
         )
         if self.service.is_static:
             return received
-        if self.topk_idx is None and self.per_expert is not None:
+        if self.topk_idx is None:
             counts = self.per_expert.contiguous().view(ranks.size, -1)
             counts = ranks.collectives.all_to_all(counts, phase="dispatch").sum(0)
             received = replace(received, num_tokens_per_expert=tuple(counts.tolist()))

@@ -100,11 +100,8 @@ def require_soc(operator: str, feature: str, *allowed: Soc) -> None:
         RuntimeError: see require().
     """
     machine = current_machine()
-    require(
-        operator,
-        machine.soc in allowed,
-        f"{feature} runs on {' and '.join(allowed)}, this is {machine.soc}",
-    )
+    rule = f"{feature} runs on {' and '.join(allowed)}, this is {machine.soc}"
+    require(operator, machine.soc in allowed, rule)
 
 
 def require_modelled(operator: str, condition: bool, feature: str) -> None:

@@ -112,8 +112,5 @@ def _check_range(name: str, indices: Tensor, lowest: int, end: int) -> None:
     if not has_values(indices):
         return
     is_outside = (indices < lowest) | (indices >= end)
-    require(
-        FINALIZE,
-        not is_outside.any(),
-        f"{name} holds {indices[is_outside][:1].tolist()}, expected {lowest} to {end - 1}",
-    )
+    rule = f"{name} holds {indices[is_outside][:1].tolist()}, expected {lowest} to {end - 1}"
+    require(FINALIZE, not is_outside.any(), rule)

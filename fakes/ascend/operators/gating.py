@@ -105,20 +105,14 @@ def _ranking(scores: Tensor) -> Tensor:
 
 
 def _check_logits(x: Tensor) -> None:
-    require(
-        GATING,
-        x.dim() == 2 and x.dtype in FLOATS,
-        f"x is {list(x.shape)} {x.dtype}, expected [n, E] float16, bfloat16 or float32",
-    )
+    rule = f"x is {list(x.shape)} {x.dtype}, expected [n, E] float16, bfloat16 or float32"
+    require(GATING, x.dim() == 2 and x.dtype in FLOATS, rule)
 
 
 def _check_bias(x: Tensor, bias: Tensor | None) -> None:
     if bias is not None:
-        require(
-            GATING,
-            bias.dtype == x.dtype and bias.shape == x.shape[1:],
-            f"bias is {list(bias.shape)} {bias.dtype}, expected [{x.shape[1]}] {x.dtype}, as x",
-        )
+        rule = f"bias is {list(bias.shape)} {bias.dtype}, expected [{x.shape[1]}] {x.dtype}, as x"
+        require(GATING, bias.dtype == x.dtype and bias.shape == x.shape[1:], rule)
 
 
 def _check_choice(name: str, value: int) -> None:
@@ -126,37 +120,19 @@ def _check_choice(name: str, value: int) -> None:
 
 
 def _check_groups(num_experts: int, k: int, k_group: int, group_count: int, mode: int) -> None:
-    require(
-        GATING,
-        group_count >= 1 and num_experts % group_count == 0,
-        f"group_count is {group_count}, expected a divisor of {num_experts}, the experts",
-    )
+    rule = f"group_count is {group_count}, expected a divisor of {num_experts}, the experts"
+    require(GATING, group_count >= 1 and num_experts % group_count == 0, rule)
     group_size = num_experts // group_count
-    require(
-        GATING,
-        1 <= k_group <= group_count,
-        f"k_group is {k_group}, expected 1 to {group_count}, group_count",
-    )
-    require(
-        GATING,
-        1 <= k <= k_group * group_size,
-        f"k is {k}, expected 1 to {k_group * group_size}, the experts of {k_group} groups",
-    )
-    require(
-        GATING,
-        group_size > mode,
-        f"group_select_mode is {mode}, expected 0 for groups of {group_size} expert",
-    )
-    require_size(
-        GATING,
-        num_experts <= MAX_EXPERTS,
-        f"x has {num_experts} experts, expected {MAX_EXPERTS} at most",
-    )
-    require_size(
-        GATING,
-        group_size >= MIN_GROUP_SIZE,
-        f"groups have {group_size} experts, expected {MIN_GROUP_SIZE} at least",
-    )
+    rule = f"k_group is {k_group}, expected 1 to {group_count}, group_count"
+    require(GATING, 1 <= k_group <= group_count, rule)
+    rule = f"k is {k}, expected 1 to {k_group * group_size}, the experts of {k_group} groups"
+    require(GATING, 1 <= k <= k_group * group_size, rule)
+    rule = f"group_select_mode is {mode}, expected 0 for groups of {group_size} expert"
+    require(GATING, group_size > mode, rule)
+    rule = f"x has {num_experts} experts, expected {MAX_EXPERTS} at most"
+    require_size(GATING, num_experts <= MAX_EXPERTS, rule)
+    rule = f"groups have {group_size} experts, expected {MIN_GROUP_SIZE} at least"
+    require_size(GATING, group_size >= MIN_GROUP_SIZE, rule)
     padded = math.ceil(group_size / GROUP_BLOCK) * GROUP_BLOCK * group_count
     require_size(
         GATING,

@@ -51,17 +51,11 @@ def groups_of(
     )
     require(operator, group_list.dtype == torch.int64, "group_list is int64")
     is_pairs = list_type == GroupListType.PAIRS
-    require(
-        operator,
-        group_list.dim() == (2 if is_pairs else 1),
-        "group_list [E], or [G, 2] with type 2",
-    )
+    rule = "group_list [E], or [G, 2] with type 2"
+    require(operator, group_list.dim() == (2 if is_pairs else 1), rule)
     if not is_pairs:
-        require(
-            operator,
-            group_list.shape[0] == num_experts,
-            "group_list has as many entries as experts",
-        )
+        rule = "group_list has as many entries as experts"
+        require(operator, group_list.shape[0] == num_experts, rule)
     groups = tuple(_groups(group_list, GroupListType(list_type)))
     for group in groups:
         require(

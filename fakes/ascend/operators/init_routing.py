@@ -93,11 +93,8 @@ def moe_init_routing_v2(
     _check_experts(expert_idx, expert_num, active_expert_range, expert_tokens_num_type)
     require(INIT_ROUTING, row_idx_type in (0, 1), f"row_idx_type is {row_idx_type}, expected 0, 1")
     num_copies = expert_idx.numel()
-    require_modelled(
-        INIT_ROUTING,
-        active_num in (-1, num_copies),
-        f"active_num={active_num} beside {num_copies}, all rows,",
-    )
+    rule = f"active_num={active_num} beside {num_copies}, all rows,"
+    require_modelled(INIT_ROUTING, active_num in (-1, num_copies), rule)
     first, last = active_expert_range or (0, expert_num)
     if not has_values(x):
         is_pairs, is_int8 = expert_tokens_num_type == PAIRS, quant_mode == INT8_PER_TOKEN
@@ -179,11 +176,8 @@ def _check_tensors(x: Tensor, expert_idx: Tensor, scale: Tensor | None, quant_mo
     allowed = [torch.float16, torch.bfloat16, torch.float32]
     if quant_mode == NO_QUANTISATION:
         allowed.append(torch.int8)
-    require(
-        INIT_ROUTING,
-        x.dim() == 2 and x.dtype in allowed,
-        f"x is {list(x.shape)} {x.dtype}, expected [n, H] of {', '.join(map(str, allowed))}",
-    )
+    rule = f"x is {list(x.shape)} {x.dtype}, expected [n, H] of {', '.join(map(str, allowed))}"
+    require(INIT_ROUTING, x.dim() == 2 and x.dtype in allowed, rule)
     require(
         INIT_ROUTING,
         expert_idx.dim() == 2 and len(expert_idx) == len(x) and expert_idx.dtype == torch.int32,
@@ -192,22 +186,16 @@ def _check_tensors(x: Tensor, expert_idx: Tensor, scale: Tensor | None, quant_mo
     if scale is None:
         return
     require_modelled(INIT_ROUTING, quant_mode == NO_QUANTISATION, "scale of quantisation")
-    require(
-        INIT_ROUTING,
-        scale.dtype == torch.float32 and scale.shape == x.shape[:1],
-        f"scale is {list(scale.shape)} {scale.dtype}, expected [{len(x)}] float32",
-    )
+    rule = f"scale is {list(scale.shape)} {scale.dtype}, expected [{len(x)}] float32"
+    require(INIT_ROUTING, scale.dtype == torch.float32 and scale.shape == x.shape[:1], rule)
 
 
 def _check_experts(
     expert_idx: Tensor, expert_num: int, active_range: Sequence[int], kind: int
 ) -> None:
     require(INIT_ROUTING, expert_num >= 1, f"expert_num is {expert_num}, expected 1 at least")
-    require(
-        INIT_ROUTING,
-        kind in (CUMULATIVE, COUNTS, PAIRS),
-        f"expert_tokens_num_type is {kind}, expected 0, 1 or 2",
-    )
+    rule = f"expert_tokens_num_type is {kind}, expected 0, 1 or 2"
+    require(INIT_ROUTING, kind in (CUMULATIVE, COUNTS, PAIRS), rule)
     first, last = active_range or (0, expert_num)
     require(
         INIT_ROUTING,
@@ -215,14 +203,8 @@ def _check_experts(
         f"active_expert_range is [{first}, {last}], expected a rising one within [0, {expert_num}]",
     )
     is_outside = (expert_idx < 0) | (expert_idx >= expert_num)
-    require(
-        INIT_ROUTING,
-        not (has_values(expert_idx) and is_outside.any()),
-        f"expert_idx holds ids outside 0 to {expert_num - 1}, expert_num - 1",
-    )
+    rule = f"expert_idx holds ids outside 0 to {expert_num - 1}, expert_num - 1"
+    require(INIT_ROUTING, not (has_values(expert_idx) and is_outside.any()), rule)
     maximum = MAX_EXPERTS_OF_PAIRS if kind == PAIRS else MAX_EXPERTS
-    require_size(
-        INIT_ROUTING,
-        expert_num <= maximum,
-        f"expert_num is {expert_num}, expected {maximum} at most",
-    )
+    rule = f"expert_num is {expert_num}, expected {maximum} at most"
+    require_size(INIT_ROUTING, expert_num <= maximum, rule)

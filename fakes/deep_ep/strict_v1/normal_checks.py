@@ -71,16 +71,12 @@ def check_sent(sent: Sent, is_in_rank: Tensor, ranks: Ranks) -> None:
     require_size(ranks.size in _RANKS, f"num_ranks in {_RANKS}, the kernels' cases")
     require(x.dim() == 2 and x.is_contiguous(), "x.dim() == 2 and x.is_contiguous()")
     require(x.dtype in (torch.bfloat16, torch.float8_e4m3fn), "x is bfloat16 or float8_e4m3fn")
-    require_size(
-        x.shape[1] * x.element_size() % _VECTOR_BYTES == 0,
-        "(x.size(1) * x.element_size()) % sizeof(int4) == 0",
-    )
+    rule = "(x.size(1) * x.element_size()) % sizeof(int4) == 0"
+    require_size(x.shape[1] * x.element_size() % _VECTOR_BYTES == 0, rule)
     require(is_in_rank.dtype == torch.bool, "is_token_in_rank.scalar_type() == torch::kBool")
     require(is_in_rank.is_contiguous(), "is_token_in_rank.is_contiguous()")
-    require(
-        list(is_in_rank.shape) == [x.shape[0], ranks.size],
-        "is_token_in_rank.size(0) == x.size(0) and is_token_in_rank.size(1) == num_ranks",
-    )
+    rule = "is_token_in_rank.size(0) == x.size(0) and is_token_in_rank.size(1) == num_ranks"
+    require(list(is_in_rank.shape) == [x.shape[0], ranks.size], rule)
     _check_scales(sent)
     _check_topk(sent)
     token_bytes = sum(column.shape[1] * column.element_size() for column in sent.columns()) + 4

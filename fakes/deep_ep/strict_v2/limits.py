@@ -52,10 +52,8 @@ def check_buffer_bytes(num_bytes: int, num_cpu_bytes: int) -> None:
     """Refuse a size that is not of whole 2 MB."""
     require(num_bytes > 0, "num_buffer_bytes > 0")
     limit(num_bytes % BUFFER_ALIGNMENT_BYTES == 0, "num_buffer_bytes % kNumAlignmentBytes == 0")
-    limit(
-        num_cpu_bytes >= 0 and num_cpu_bytes % BUFFER_ALIGNMENT_BYTES == 0,
-        "num_cpu_buffer_bytes >= 0 and num_cpu_buffer_bytes % kNumAlignmentBytes == 0",
-    )
+    rule = "num_cpu_buffer_bytes >= 0 and num_cpu_buffer_bytes % kNumAlignmentBytes == 0"
+    limit(num_cpu_bytes >= 0 and num_cpu_bytes % BUFFER_ALIGNMENT_BYTES == 0, rule)
     require(num_cpu_bytes <= num_bytes, "num_cpu_buffer_bytes <= num_buffer_bytes")
 
 
@@ -104,10 +102,8 @@ def check_dispatch(given: Mapping[str, Any], max_tokens: int, num_ranks: int) ->
     """
     x, sf = given["x"] if isinstance(given["x"], tuple) else (given["x"], None)
     require(x.dim() == 2 and x.is_contiguous(), "x.dim() == 2 and x.is_contiguous()")
-    require(
-        x.dtype == (torch.bfloat16 if sf is None else torch.float8_e4m3fn),
-        "x is bfloat16, or float8_e4m3fn with sf",
-    )
+    rule = "x is bfloat16, or float8_e4m3fn with sf"
+    require(x.dtype == (torch.bfloat16 if sf is None else torch.float8_e4m3fn), rule)
     _check_row_bytes(x)
     require(x.shape[0] <= max_tokens, "num_tokens <= num_max_tokens_per_rank")
     _check_scales(x, sf)
@@ -185,10 +181,8 @@ def check_received_routes(local_idx: Tensor) -> None:
 
 
 def _check_row_bytes(x: Tensor) -> None:
-    limit(
-        x.shape[1] * x.element_size() % ROW_MULTIPLE_BYTES == 0,
-        "(x.size(1) * x.element_size()) % sizeof(int4) == 0",
-    )
+    rule = "(x.size(1) * x.element_size()) % sizeof(int4) == 0"
+    limit(x.shape[1] * x.element_size() % ROW_MULTIPLE_BYTES == 0, rule)
 
 
 def _check_scales(x: Tensor, sf: Tensor | None) -> None:
@@ -230,7 +224,5 @@ def _check_combine_extras(
     for bias in biases:
         require(bias.dim() == 2 and bias.is_contiguous(), "bias.dim() == 2, contiguous")
         require(bias.dtype == x.dtype, "bias.scalar_type() == x.scalar_type()")
-        require(
-            bias.shape == (handle.topk_idx.shape[0], x.shape[1]),
-            "bias.size(0) == num_combined_tokens and bias.size(1) == hidden",
-        )
+        rule = "bias.size(0) == num_combined_tokens and bias.size(1) == hidden"
+        require(bias.shape == (handle.topk_idx.shape[0], x.shape[1]), rule)

@@ -6,6 +6,7 @@ Source: the tiling functions of sgl-kernel-npu and of the vendor's operators, as
 from collections.abc import Mapping
 
 from epcomm.config import environment
+from epcomm.types import align_up
 from fakes.ascend.sizes import require_size
 
 MIB = 1 << 20
@@ -22,15 +23,15 @@ def window_bytes(names: tuple[str, ...], variables: Mapping[str, str] | None = N
 
 def normal_bytes(max_tokens: int, num_topk: int, hidden_size: int) -> int:
     """Return the window bytes of dispatch() and combine() of deep_ep."""
-    row = _align(2 * hidden_size, 512) + _align(_align(2 * hidden_size, 32) + 44, 512)
+    row = align_up(2 * hidden_size, 512) + align_up(align_up(2 * hidden_size, 32) + 44, 512)
     return 2 * (max_tokens * num_topk * row + 4 * MIB + 204 * MIB)
 
 
 def low_latency_bytes(max_tokens: int, num_topk: int, hidden_size: int, num_experts: int) -> int:
     """Return the window bytes of low_latency_dispatch() and its combine."""
     # Two bytes an element, also for INT8 rows, because combine needs them.
-    sent = num_experts * _align(_align(2 * hidden_size, 32) + 44, 512)
-    returned = num_topk * _align(2 * hidden_size, 512)
+    sent = num_experts * align_up(align_up(2 * hidden_size, 32) + 44, 512)
+    returned = num_topk * align_up(2 * hidden_size, 512)
     return 2 * max_tokens * (sent + returned)
 
 
@@ -55,7 +56,3 @@ def require_window(operator: str, needed: int, names: tuple[str, ...]) -> None:
     there = window_bytes(names)
     rule = f"the window of {there // MIB} MiB holds {-(-needed // MIB)} MiB; set {names[0]}"
     require_size(operator, there >= needed, rule)
-
-
-def _align(size: int, to: int) -> int:
-    return -(-size // to) * to

@@ -4,7 +4,6 @@ Both GEMMs return float16, which overflows to infinity, as on the device. It is 
 exact product or the float32 product is rounded to float16; here it is the latter.
 """
 
-from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -14,6 +13,7 @@ from epcomm.types import Int8Profile
 from fakes.ascend.deep_ep.config import WINDOW_VARIABLES
 from fakes.ascend.deep_ep.fused_call import (
     NAME,
+    Experts,
     FusedCall,
     FusedOperator,
     check_tokens,
@@ -28,18 +28,12 @@ from fakes.ascend.operators.grouped_matmul import integer_product, scale_values
 from fakes.ascend.windows import dispatch_ffn_combine_bytes, require_window
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlainExperts:
+class PlainExperts(Experts):
     """The experts of a rank as the device reads them.
 
     w13: int8 [L, H, 2I], gate first.   w2: int8 [L, I, H].   s13: float32 [L, 2I].
     s2: float32 [L, H].
     """
-
-    w13: Tensor
-    s13: Tensor
-    w2: Tensor
-    s2: Tensor
 
     @classmethod
     def of(cls, call: FusedCall) -> Self:

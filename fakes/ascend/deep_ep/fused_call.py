@@ -1,8 +1,8 @@
 """The arguments of fused_deep_moe(), and the checks of both of its operators."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,16 +44,22 @@ class FusedCall:
         return self.num_experts // self.num_ranks
 
 
-class Experts(Protocol):
-    """The two products of one expert."""
+@dataclass(frozen=True, kw_only=True)
+class Experts(ABC):
+    """The experts of a rank as an operator reads them: w13, w2 in int8, s13, s2 in float32."""
 
+    w13: Tensor
+    s13: Tensor
+    w2: Tensor
+    s2: Tensor
+
+    @abstractmethod
     def hidden(self, expert: int, codes: Tensor, scales: Tensor) -> Int8Rows:
         """Compute the first GEMM and SwiGLU of codes [N, H] and float32 scales [N]: [N, I]."""
-        ...
 
+    @abstractmethod
     def output(self, expert: int, hidden: Int8Rows) -> Tensor:
         """Compute the second product, bfloat16 [N, H]."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ integers is float32. Permitted orders of its products and quotients differ in th
 they are those of the documentation.
 """
 
-from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -16,6 +15,7 @@ from epcomm.types import Int8Profile
 from fakes.ascend.deep_ep.config import WINDOW_VARIABLES
 from fakes.ascend.deep_ep.fused_call import (
     NAME,
+    Experts,
     FusedCall,
     FusedOperator,
     check_tokens,
@@ -44,14 +44,8 @@ MAX_LOCAL_EXPERTS = 24
 _MX_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TiledExperts:
+class TiledExperts(Experts):
     """w13 int8 [L, H, 2I], s13 float32 [L, 2I], in tiles; w2 int8 [L, H, I], s2 float32 [L, H]."""
-
-    w13: Tensor
-    s13: Tensor
-    w2: Tensor
-    s2: Tensor
 
     @classmethod
     def of(cls, call: FusedCall) -> Self:

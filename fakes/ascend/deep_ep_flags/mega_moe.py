@@ -4,7 +4,6 @@ Its arithmetic between the products is not documented: here float32, as in mode 
 Source: sgl-kernel-npu, documentation and signature; not checked on an NPU.
 """
 
-from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from epcomm.types import Int8Profile
 from fakes.ascend.deep_ep.fused_call import (
     NAME,
+    Experts,
     FusedCall,
     FusedOperator,
     check_tokens,
@@ -28,14 +28,8 @@ from fakes.ascend.operators.grouped_matmul import integer_product
 MAX_TOKENS = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListedExperts:
+class ListedExperts(Experts):
     """The experts of a rank: w13 int8 [L, H, 2I], gate first; w2 int8 [L, I, H]; float32 scales."""
-
-    w13: Tensor
-    s13: Tensor
-    w2: Tensor
-    s2: Tensor
 
     @classmethod
     def of(cls, call: FusedCall) -> Self:

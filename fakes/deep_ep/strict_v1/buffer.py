@@ -29,7 +29,7 @@ from fakes.deep_ep.strict_v1.sizes import (
     queue_depth,
     require_ids,
 )
-from fakes.deep_ep.strict_v1.undefined import poison
+from fakes.deep_ep.undefined import poison
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epcomm.integrations.deep_ep import EventHandle, EventOverlap
 from fakes.deep_ep.limits import require
-from fakes.deep_ep.strict_v1.undefined import poison
+from fakes.deep_ep.undefined import poison
 
 
 class _Wait(EventHandle):

@@ -14,7 +14,7 @@ from torch import Tensor
 from epcomm.buffers.deep_ep.rows import combine_bytes_of
 from fakes.deep_ep.limits import require
 from fakes.deep_ep.strict_v1.low_latency_checks import check_bytes
-from fakes.deep_ep.strict_v1.undefined import poison, undefined
+from fakes.deep_ep.undefined import poison, undefined
 
 # Results that may wait for their combine: the real package has two buffers.
 _MAX_RESULTS = 2

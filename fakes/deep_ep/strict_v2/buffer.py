@@ -9,9 +9,10 @@ from torch import Tensor
 from epcomm.integrations import deep_ep
 from epcomm.integrations.deep_ep import EPHandle, EventOverlap
 from epcomm.integrations.deep_ep.v2.buffer import DispatchResult
+from fakes.deep_ep.limits import require_size
 from fakes.deep_ep.strict_v2 import limits
 from fakes.deep_ep.strict_v2.calls import OpenOrders
-from fakes.deep_ep.strict_v2.limits import MAX_RANKS, MAX_SCALEUP_RANKS, limit
+from fakes.deep_ep.strict_v2.limits import MAX_RANKS, MAX_SCALEUP_RANKS
 
 
 class ElasticBuffer(OpenOrders):
@@ -23,8 +24,10 @@ class ElasticBuffer(OpenOrders):
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - as the drop-in
         given = inspect.signature(deep_ep.ElasticBuffer).bind(*args, **options)
         given.apply_defaults()
-        limit(given.arguments["group"].size() <= MAX_RANKS, "num_ranks <= kNumMaxRanks")
-        limit(given.arguments["group"].size() <= MAX_SCALEUP_RANKS, "num_scaleup_ranks <= 64")
+        require_size(given.arguments["group"].size() <= MAX_RANKS, "num_ranks <= kNumMaxRanks")
+        require_size(
+            given.arguments["group"].size() <= MAX_SCALEUP_RANKS, "num_scaleup_ranks <= 64"
+        )
         super().__init__(*args, **options)
         limits.check_buffer_bytes(self.num_bytes, self.num_cpu_bytes)
         self._is_destroyed = False

@@ -13,7 +13,7 @@ from epcomm.integrations.deep_ep.events import AsyncCall
 from epcomm.integrations.deep_ep.v2.handle import Arrived, DispatchRequest, Positions
 from epcomm.types import align_up
 from fakes.deep_ep.strict_v2.limits import check_received_routes
-from fakes.deep_ep.strict_v2.poison import fill_with_poison, garbage_integers
+from fakes.deep_ep.undefined import poison, undefined
 
 # Columns of recv_src_metadata that every layout writes.
 _NUM_SOURCE_COLUMNS = 2
@@ -29,7 +29,7 @@ class LateEvent(EventHandle):
             if result is not None:
                 kept = result.clone(memory_format=torch.preserve_format)
                 self._late.append((result, kept))
-                fill_with_poison(result)
+                poison(result)
 
     def current_stream_wait(self) -> None:
         """Write the results; a GPU writes them at some time before."""
@@ -111,7 +111,9 @@ class OpenOrders(deep_ep.ElasticBuffer):
             slots = metadata[:, _NUM_SOURCE_COLUMNS:]
             found = position_of_slot[slots.clamp(min=0).long()].int()
             metadata[:, _NUM_SOURCE_COLUMNS:] = found.masked_fill(slots < 0, -1)
-        garbage = garbage_integers(metadata.shape, torch.int32, self._generator)
+        # Recorded garbage is far out of range or looks valid, so that no filter finds all of it.
+        garbage = undefined(metadata.shape, torch.int32, metadata.device)
+        garbage.masked_fill_(torch.rand(metadata.shape, generator=self._generator) < 0.5, 0)
         count = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
         metadata[count:] = garbage[count:]
         if not handle.do_expand:
@@ -151,9 +153,8 @@ def _slot_keys(handle: EPHandle) -> tuple[Tensor, Tensor]:
 
 def _poison_rows(tensor: Tensor | None, is_undefined: Tensor) -> None:
     if tensor is not None:
-        poison = torch.empty_like(tensor)
-        fill_with_poison(poison)
+        poisoned = poison(torch.empty_like(tensor))
         if tensor.itemsize == 1:
             # torch cannot index eight-bit floating numbers.
-            tensor, poison = tensor.view(torch.uint8), poison.view(torch.uint8)
-        tensor[is_undefined] = poison[is_undefined]
+            tensor, poisoned = tensor.view(torch.uint8), poisoned.view(torch.uint8)
+        tensor[is_undefined] = poisoned[is_undefined]

@@ -18,7 +18,7 @@ from epcomm.integrations.deep_ep.v2.sizes import (
     combine_bytes,
     dispatch_bytes,
 )
-from fakes.deep_ep.limits import is_enforced
+from fakes.deep_ep.limits import require, require_size
 
 # Lanes of a warp: one holds one of the K experts of a token.
 MAX_TOPK = 32
@@ -33,27 +33,14 @@ MAX_LOCAL_EXPERTS = 256
 SCALE_WORD_BYTES = 4
 
 
-def require(condition: bool, text: str) -> None:
-    """Check a rule that holds at any size, as the package does.
-
-    Raises:
-        RuntimeError: the condition does not hold.
-    """
-    if not condition:
-        raise RuntimeError(f"Assertion exception (fake of deep_ep V2): {text}")
-
-
-def limit(condition: bool, text: str) -> None:
-    """Check an assertion of the device code; see limits_off()."""
-    require(condition or not is_enforced(), text)
-
-
 def check_buffer_bytes(num_bytes: int, num_cpu_bytes: int) -> None:
     """Refuse a size that is not of whole 2 MB."""
     require(num_bytes > 0, "num_buffer_bytes > 0")
-    limit(num_bytes % BUFFER_ALIGNMENT_BYTES == 0, "num_buffer_bytes % kNumAlignmentBytes == 0")
+    require_size(
+        num_bytes % BUFFER_ALIGNMENT_BYTES == 0, "num_buffer_bytes % kNumAlignmentBytes == 0"
+    )
     rule = "num_cpu_buffer_bytes >= 0 and num_cpu_buffer_bytes % kNumAlignmentBytes == 0"
-    limit(num_cpu_bytes >= 0 and num_cpu_bytes % BUFFER_ALIGNMENT_BYTES == 0, rule)
+    require_size(num_cpu_bytes >= 0 and num_cpu_bytes % BUFFER_ALIGNMENT_BYTES == 0, rule)
     require(num_cpu_bytes <= num_bytes, "num_cpu_buffer_bytes <= num_buffer_bytes")
 
 
@@ -76,7 +63,7 @@ def check_events(given: Mapping[str, Any]) -> None:
 def check_sms(num_sms: int) -> None:
     """Refuse a number of SMs that no GPU has."""
     require(num_sms > 0, "num_sms > 0")
-    limit(num_sms <= NUM_DEVICE_SMS, "num_sms <= device num_sms")
+    require_size(num_sms <= NUM_DEVICE_SMS, "num_sms <= device num_sms")
 
 
 def check_handle(given: Mapping[str, Any], handle: EPHandle) -> None:
@@ -123,7 +110,7 @@ def check_dispatch_bytes(
         num_scale_words=0 if sf is None else sf.shape[1],
         num_topk=given["topk_idx"].shape[1],
     )
-    limit(needed_bytes <= num_bytes, "get_dispatch_buffer_size(...) <= num_buffer_bytes")
+    require_size(needed_bytes <= num_bytes, "get_dispatch_buffer_size(...) <= num_buffer_bytes")
 
 
 def check_combine(
@@ -134,7 +121,7 @@ def check_combine(
     require(x.dim() == 2 and x.is_contiguous(), "x.dim() == 2 and x.is_contiguous()")
     require(x.dtype == torch.bfloat16, "x.scalar_type() == torch::kBFloat16")
     _check_row_bytes(x)
-    limit(x.shape[1] % COMBINE_HIDDEN_MULTIPLE == 0, "Invalid hidden: kHidden % 256 == 0")
+    require_size(x.shape[1] % COMBINE_HIDDEN_MULTIPLE == 0, "Invalid hidden: kHidden % 256 == 0")
     num_rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
     # The package does not check the rows of expanded layouts and would read beyond them.
     require(x.shape[0] == num_rows, "num_reduced_tokens == num_tokens")
@@ -156,7 +143,7 @@ def check_combine_bytes(
         num_topk=handle.topk_idx.shape[1],
         allow_multiple_reduction=allow_multiple_reduction,
     )
-    limit(needed_bytes <= num_bytes, "get_combine_buffer_size(...) <= num_buffer_bytes")
+    require_size(needed_bytes <= num_bytes, "get_combine_buffer_size(...) <= num_buffer_bytes")
 
 
 def agree(group: dist.ProcessGroup, values: list[int], names: str) -> None:
@@ -182,7 +169,7 @@ def check_received_routes(local_idx: Tensor) -> None:
 
 def _check_row_bytes(x: Tensor) -> None:
     rule = "(x.size(1) * x.element_size()) % sizeof(int4) == 0"
-    limit(x.shape[1] * x.element_size() % ROW_MULTIPLE_BYTES == 0, rule)
+    require_size(x.shape[1] * x.element_size() % ROW_MULTIPLE_BYTES == 0, rule)
 
 
 def _check_scales(x: Tensor, sf: Tensor | None) -> None:
@@ -197,10 +184,10 @@ def _check_routes(given: Mapping[str, Any], num_tokens: int, num_ranks: int) -> 
     require(topk_idx.dim() == 2 and topk_idx.shape[0] == num_tokens, "num_tokens == num_tokens_")
     require(topk_idx.dtype == topk_idx_t, "topk_idx.scalar_type() == topk_idx_t")
     require(topk_idx.is_contiguous(), "topk_idx.is_contiguous()")
-    limit(topk_idx.shape[1] <= MAX_TOPK, "Too many top-k selections: kNumTopk <= 32")
+    require_size(topk_idx.shape[1] <= MAX_TOPK, "Too many top-k selections: kNumTopk <= 32")
     require(num_experts % num_ranks == 0, "num_experts % num_ranks == 0")
-    limit(num_experts <= MAX_EXPERTS, "num_experts <= kNumMaxExperts")
-    limit(num_local_experts <= MAX_LOCAL_EXPERTS, "num_local_experts <= 256")
+    require_size(num_experts <= MAX_EXPERTS, "num_experts <= kNumMaxExperts")
+    require_size(num_local_experts <= MAX_LOCAL_EXPERTS, "num_local_experts <= 256")
     # The package would write beyond the memory of all ranks.
     require(bool((topk_idx < num_experts).all()), "topk_idx < num_experts")
     if weights is not None:

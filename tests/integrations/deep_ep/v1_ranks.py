@@ -15,7 +15,7 @@ from torch import Tensor
 from epcomm.integrations.deep_ep import Buffer as DropIn
 from epcomm.integrations.deep_ep import EventOverlap
 from fakes.deep_ep.strict_v1 import Buffer
-from fakes.deep_ep.strict_v1.undefined import undefined_integer
+from fakes.deep_ep.undefined import undefined_integer
 from tests.integrations.deep_ep.devices import here, world
 
 CONTRACTS = Path(__file__).parents[2] / "contracts"

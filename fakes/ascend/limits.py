@@ -69,12 +69,7 @@ def device_name() -> str | None:
 
 
 def require(operator: str, condition: bool, rule: str) -> None:
-    """Check a rule that holds at any size.
-
-    Args:
-        operator: its name.
-        condition: whether the call keeps it.
-        rule: the expected and the actual value.
+    """Require what holds at any size; rule: the expected and the actual value.
 
     Raises:
         RuntimeError: as the host code of an operator reports a parameter.
@@ -84,33 +79,20 @@ def require(operator: str, condition: bool, rule: str) -> None:
 
 
 def require_size(operator: str, condition: bool, rule: str) -> None:
-    """Check a limit that soc(size_limits=False) lifts.
-
-    Raises:
-        RuntimeError: see require().
-    """
+    """Require a limit that soc(size_limits=False) lifts."""
     if current_machine().size_limits:
         require(operator, condition, rule)
 
 
 def require_soc(operator: str, feature: str, *allowed: Soc) -> None:
-    """Refuse operators that the chip does not have.
-
-    Raises:
-        RuntimeError: see require().
-    """
+    """Require a chip that has the feature of an operator."""
     machine = current_machine()
     rule = f"{feature} runs on {' and '.join(allowed)}, this is {machine.soc}"
     require(operator, machine.soc in allowed, rule)
 
 
 def require_modelled(operator: str, condition: bool, feature: str) -> None:
-    """Refuse a feature of the operator that the imitation lacks.
-
-    Args:
-        operator: the operator.
-        condition: whether the call does without the feature.
-        feature: what it is, with its value.
+    """Require that a call does without a feature that the imitation lacks.
 
     Raises:
         NotImplementedError: the feature is used.

@@ -5,10 +5,6 @@ from fakes.deep_ep.limits import is_enforced
 
 
 def require_size(operator: str, condition: bool, rule: str) -> None:
-    """Check a limit that soc(size_limits=False) lifts, and limits_off() of fakes.deep_ep.
-
-    Raises:
-        RuntimeError: as the host code of an operator reports a parameter.
-    """
+    """Require a limit that soc(size_limits=False) lifts, and limits_off() of fakes.deep_ep."""
     if is_enforced():
         limits.require_size(operator, condition, rule)

@@ -48,11 +48,7 @@ def dispatch_ffn_combine_bytes(num_tokens: int, num_topk: int, hidden_size: int)
 
 
 def require_window(operator: str, needed: int, names: tuple[str, ...]) -> None:
-    """Check that the window has the bytes that the operator needs.
-
-    Raises:
-        RuntimeError: the window is smaller, and limits of sizes apply.
-    """
+    """Require a window of the bytes that the operator needs, if limits of sizes apply."""
     there = window_bytes(names)
     rule = f"the window of {there // MIB} MiB holds {-(-needed // MIB)} MiB; set {names[0]}"
     require_size(operator, there >= needed, rule)

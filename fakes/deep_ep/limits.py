@@ -36,9 +36,5 @@ def require(condition: bool, rule: str) -> None:
 
 
 def require_size(condition: bool, rule: str) -> None:
-    """Check a limit that limits_off() lifts.
-
-    Raises:
-        RuntimeError: see require().
-    """
+    """Require a limit that limits_off() lifts."""
     require(condition or not is_enforced(), rule)

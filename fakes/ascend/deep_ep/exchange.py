@@ -70,11 +70,7 @@ def pairs_of(ids: Tensor, num_experts: int) -> Pairs:
 
 
 def require_ids(operator: str, ids: Tensor, num_experts: int, *, allow_none: bool) -> None:
-    """Check that ids are valid; with invalid ids the device would write to wrong memory.
-
-    Raises:
-        RuntimeError: an id is out of range, -1 is not allowed, or an id occurs twice in a row.
-    """
+    """Require valid ids; with others the device would write to wrong memory."""
     require(operator, bool((ids < num_experts).all()), f"ids are below {num_experts}")
     lowest = -1 if allow_none else 0
     rule = "ids are at least 0 (-1 needs MOE_ENABLE_TOPK_NEG_ONE=1, and an operator that reads it)"

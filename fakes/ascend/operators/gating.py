@@ -65,11 +65,14 @@ def moe_gating_top_k(
         out_flag.
     """
     require_modelled(GATING, input_ids is None and tid2eid is None, "routing by token ids")
-    _check_logits(x)
-    _check_bias(x, bias)
-    _check_choice("group_select_mode", group_select_mode)
-    _check_choice("renorm", renorm)
-    _check_choice("norm_type", norm_type)
+    rule = f"x is {list(x.shape)} {x.dtype}, expected [n, E] float16, bfloat16 or float32"
+    require(GATING, x.dim() == 2 and x.dtype in FLOATS, rule)
+    if bias is not None:
+        rule = f"bias is {list(bias.shape)} {bias.dtype}, expected [{x.shape[1]}] {x.dtype}, as x"
+        require(GATING, bias.dtype == x.dtype and bias.shape == x.shape[1:], rule)
+    choices = {"group_select_mode": group_select_mode, "renorm": renorm, "norm_type": norm_type}
+    for name, value in choices.items():
+        require(GATING, value in (0, 1), f"{name} is {value}, expected 0 or 1")
     _check_groups(x.shape[1], k, k_group, group_count, group_select_mode)
     norm = x.float().sigmoid() if norm_type == 1 else x.float().softmax(dim=-1)
     scores = norm if bias is None else norm + bias.float()
@@ -102,21 +105,6 @@ def _without_other_groups(scores: Tensor, k_group: int, group_count: int, mode: 
 def _ranking(scores: Tensor) -> Tensor:
     """Return indices by falling score, equal ones by rising index."""
     return scores.sort(dim=-1, descending=True, stable=True).indices
-
-
-def _check_logits(x: Tensor) -> None:
-    rule = f"x is {list(x.shape)} {x.dtype}, expected [n, E] float16, bfloat16 or float32"
-    require(GATING, x.dim() == 2 and x.dtype in FLOATS, rule)
-
-
-def _check_bias(x: Tensor, bias: Tensor | None) -> None:
-    if bias is not None:
-        rule = f"bias is {list(bias.shape)} {bias.dtype}, expected [{x.shape[1]}] {x.dtype}, as x"
-        require(GATING, bias.dtype == x.dtype and bias.shape == x.shape[1:], rule)
-
-
-def _check_choice(name: str, value: int) -> None:
-    require(GATING, value in (0, 1), f"{name} is {value}, expected 0 or 1")
 
 
 def _check_groups(num_experts: int, k: int, k_group: int, group_count: int, mode: int) -> None:

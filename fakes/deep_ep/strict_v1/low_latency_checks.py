@@ -1,4 +1,4 @@
-"""Check what the real package asserts about low-latency calls."""
+"""Check what the real package asserts about low-latency calls: RuntimeError in its words."""
 
 import torch
 from torch import Tensor
@@ -20,11 +20,7 @@ _ROWS_OF_TMA = 4
 def check_dispatch(
     x: Tensor, topk_idx: Tensor, max_tokens: int, num_experts: int, num_ranks: int, *, is_fp8: bool
 ) -> None:
-    """Refuse what low_latency_dispatch refuses.
-
-    Raises:
-        RuntimeError: in its words.
-    """
+    """Refuse what low_latency_dispatch refuses."""
     require(x.dim() == 2 and x.is_contiguous(), "x.dim() == 2 and x.is_contiguous()")
     require(x.dtype == torch.bfloat16, "x.scalar_type() == torch::kBFloat16")
     require_size(x.shape[1] % _SCALE_BLOCK == 0, "x.size(1) % 128 == 0")
@@ -46,11 +42,7 @@ def check_combine(
     num_ranks: int,
     out: Tensor | None,
 ) -> None:
-    """Refuse what low_latency_combine refuses.
-
-    Raises:
-        RuntimeError: in its words.
-    """
+    """Refuse what low_latency_combine refuses."""
     src_info, layout_range, max_tokens, _, num_experts = handle
     num_local = num_experts // num_ranks
     require(x.dim() == 3 and x.is_contiguous(), "x.dim() == 3 and x.is_contiguous()")
@@ -80,11 +72,7 @@ def check_combine(
 def check_stats(
     expert_stats: Tensor | None, wait_stats: Tensor | None, num_experts: int, num_ranks: int
 ) -> None:
-    """Check the statistics: int32 [L] of rows, int64 [W] of waiting.
-
-    Raises:
-        RuntimeError: others.
-    """
+    """Check the statistics: int32 [L] of rows, int64 [W] of waiting."""
     for stats, dtype, size in (
         (expert_stats, torch.int32, num_experts // num_ranks),
         (wait_stats, torch.int64, num_ranks),
@@ -96,11 +84,7 @@ def check_stats(
 
 
 def check_bytes(max_tokens: int, hidden_size: int, num_experts: int, num_rdma_bytes: int) -> None:
-    """Check the limit of memory.
-
-    Raises:
-        RuntimeError: the buffer is too small.
-    """
+    """Refuse a buffer that is too small."""
     needed = low_latency_bytes(max_tokens, hidden_size, num_experts)
     require_size(needed <= num_rdma_bytes, "layout.total_bytes <= num_rdma_bytes")
 

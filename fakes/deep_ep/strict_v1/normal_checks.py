@@ -1,4 +1,4 @@
-"""Check what the real package asserts about calls of normal mode."""
+"""Check what the real package asserts about calls of normal mode: RuntimeError in its words."""
 
 from dataclasses import dataclass
 
@@ -62,11 +62,7 @@ class Ranks:
 
 
 def check_sent(sent: Sent, is_in_rank: Tensor, ranks: Ranks) -> None:
-    """Check what the real package asserts about the tensors of a dispatch.
-
-    Raises:
-        RuntimeError: an assertion fails; with the words of the package.
-    """
+    """Check what the real package asserts about the tensors of a dispatch."""
     x = sent.x
     require_size(ranks.size in _RANKS, f"num_ranks in {_RANKS}, the kernels' cases")
     require(x.dim() == 2 and x.is_contiguous(), "x.dim() == 2 and x.is_contiguous()")
@@ -117,11 +113,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def check_counts(sent: Sent, counts: Counts, is_in_rank: Tensor, ranks: Ranks) -> None:
-    """Check the layout that the caller passes.
-
-    Raises:
-        RuntimeError: an assertion fails; with the words of the package.
-    """
+    """Check the layout that the caller passes."""
     per_rank, per_expert = counts.per_rank, counts.per_expert
     for tensor in (per_rank, per_expert):
         require(tensor.dtype == torch.int32, "num_tokens_per_*.scalar_type() == torch::kInt32")
@@ -144,11 +136,7 @@ def check_combined(
     handle: tuple[Tensor, ...],
     ranks: Ranks,
 ) -> None:
-    """Check what the real package asserts about a combine.
-
-    Raises:
-        RuntimeError: an assertion fails; with the words of the package.
-    """
+    """Check what the real package asserts about a combine."""
     require_size(ranks.size in _RANKS, f"num_ranks in {_RANKS}, the kernels' cases")
     require(x.dim() == 2 and x.is_contiguous(), "x.dim() == 2 and x.is_contiguous()")
     require(x.dtype == torch.bfloat16, "x is bfloat16")
@@ -171,11 +159,7 @@ def check_combined(
 
 
 def check_handle(handle: tuple[Tensor, ...], ranks: Ranks) -> None:
-    """Check a handle that a caller passes.
-
-    Raises:
-        RuntimeError: it belongs to other ranks or another Config, or was never written.
-    """
+    """Check that a handle belongs to these ranks and their Config, and was written."""
     prefix, channel_prefix, recv_channel_prefix, src_idx, _, send_head = handle
     require(list(prefix.shape) == [ranks.size] * 2, "rank_prefix_matrix is [num_ranks] * 2")
     channels = num_channels(ranks.config)

@@ -16,11 +16,7 @@ ONE_HOST = "the ranks are on one host: internode kernels are not reachable"
 def check_buffer(
     num_ranks: int, num_nvl_bytes: int, num_rdma_bytes: int, low_latency_mode: bool
 ) -> None:
-    """Check the sizes of a Buffer.
-
-    Raises:
-        RuntimeError: an assertion fails; with the words of the package.
-    """
+    """Check the sizes of a Buffer."""
     for num_bytes in (num_nvl_bytes, num_rdma_bytes):
         is_multiple = num_bytes % BUFFER_ALIGNMENT_BYTES == 0
         require_size(is_multiple, "num_bytes % NUM_BUFFER_ALIGNMENT_BYTES == 0")

@@ -69,7 +69,8 @@ def draw_load(load: ExpertLoad) -> "Figure":
     layers = list(load.windows_by_layer)
     if not layers:
         raise ConfigError("the file has no layer, so there is nothing to draw; leave out --plot")
-    rows = [_over_mean(load.total(layer)) for layer in layers]
+    totals = [load.total(layer) for layer in layers]
+    rows = [[count * len(total) / max(sum(total), 1) for count in total] for total in totals]
     width = max((len(row) for row in rows), default=0)
     # Layers with fewer experts have empty columns at the end.
     cells = [row + [float("nan")] * (width - len(row)) for row in rows]
@@ -84,11 +85,6 @@ def draw_load(load: ExpertLoad) -> "Figure":
     )
     figure.colorbar(image, ax=axes, label="tokens over the mean of the layer")
     return figure
-
-
-def _over_mean(total: tuple[int, ...]) -> list[float]:
-    mean = sum(total) / max(1, len(total))
-    return [count / mean if mean else 0.0 for count in total]
 
 
 def _imbalance_of_ranks(total: tuple[int, ...], num_ranks: int) -> str:

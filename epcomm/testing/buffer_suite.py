@@ -5,12 +5,10 @@ not read, that sums agree with float64, that operations are independent, and tha
 every rank and leave the group usable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -261,7 +259,7 @@ class _Trial:
         alignment: int = 1,
         raises: bool = False,
         **changes: int,
-    ) -> _Trial:
+    ) -> Self:
         """Open a buffer whose experts have aligned slots; raises: bad calls raise on all ranks."""
         spec = env.adapted(spec)
         changes = {"expert_alignment": alignment, **changes}
@@ -272,10 +270,10 @@ class _Trial:
     def own_batch(self, number: int = 0) -> RankBatch:
         return self.env.batches(self.spec, number)[self.env.group.rank]
 
-    def dispatch(self, number: int = 0, *, flags: BatchFlags = BatchFlags.NONE) -> _Round:
+    def dispatch(self, number: int = 0, *, flags: BatchFlags = BatchFlags.NONE) -> "_Round":
         return self.send(make_call(self.own_batch(number), flags=flags), number)
 
-    def send(self, call: DispatchCall, number: int = 0) -> _Round:
+    def send(self, call: DispatchCall, number: int = 0) -> "_Round":
         """Make a call that carries batch `number`."""
         batches = self.env.batches(self.spec, number)
         return _Round(trial=self, batches=batches, out=self.buffer.dispatch(call))
@@ -395,7 +393,7 @@ class _Computed:
     factor: Tensor
 
     @classmethod
-    def of(cls, dispatched: _Round) -> _Computed:
+    def of(cls, dispatched: _Round) -> Self:
         env, dtype = dispatched.trial.env, dispatched.trial.spec.dtype
         batch, received = dispatched.batches[env.group.rank], dispatched.rows
         row_of_slot = rows_of_slots(dispatched.out, received)

@@ -135,9 +135,8 @@ def require_aligned(operator: str, tensor: Tensor) -> None:
         rows, columns = tensor.shape[-2:]
         width = tile_columns(tensor.dtype)
         is_aligned = rows % TILE_ROWS == 0 and columns % width == 0
-        require_size(
-            operator, is_aligned, f"NZ weights have K % {TILE_ROWS} == 0 and N % {width} == 0"
-        )
+        rule = f"NZ weights have K % {TILE_ROWS} == 0 and N % {width} == 0"
+        require_size(operator, is_aligned, rule)
 
 
 def _inverted(tensor: Tensor) -> Tensor:

@@ -280,7 +280,7 @@ def on_cpu() -> Iterator[None]:
 
 def copy_with(block: nn.Module, large: Mapping[str, nn.Module]) -> nn.Module:
     """Copy the block with other modules of these names, and with new tensors."""
-    memo: dict[int, object] = {id(config): config for config in configs_in(block)}
+    memo = memo_of_configs(block)
     memo |= {id(block.get_submodule(name)): module for name, module in large.items()}
     for name, module in block.named_modules():
         if name.partition(".")[0] in large:
@@ -294,10 +294,10 @@ def copy_with(block: nn.Module, large: Mapping[str, nn.Module]) -> nn.Module:
     return copy.deepcopy(block, memo)
 
 
-def configs_in(module: nn.Module) -> list[object]:
-    """Return the configurations in a module, which need no copy."""
+def memo_of_configs(module: nn.Module) -> dict[int, object]:
+    """Return the memo of a deepcopy() that shares the configurations in a module."""
     found = (vars(each).get("config") for each in module.modules())
-    return [config for config in found if config is not None]
+    return {id(config): config for config in found if config is not None}
 
 
 def fill(block: nn.Module, generator: torch.Generator, num_experts: int) -> None:
@@ -343,7 +343,7 @@ def experts_disagreement(experts: nn.Module, weights: ExpertWeights) -> str | No
     limit = weights.format.limit or 1.0
     with on_cpu():
         small = _small_weights(weights, generator)
-        memo: dict[int, object] = {id(config): config for config in configs_in(experts)}
+        memo = memo_of_configs(experts)
         for tensor in experts.parameters():
             memo[id(tensor)] = nn.Parameter(small.tensors()[names[id(tensor)]])
         clone = copy.deepcopy(experts, memo)

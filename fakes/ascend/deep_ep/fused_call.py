@@ -92,8 +92,7 @@ def check_tokens(call: FusedCall) -> None:
     require(NAME, fits, "topk_idx is int64 (or int32) [T, K], contiguous")
     require_tensor("topk_weights", call.weights, torch.float32, list(ids.shape))
     fits = call.num_experts > 0 and call.num_experts % call.num_ranks == 0
-    rule = f"num_experts is a multiple of {call.num_ranks}, got {call.num_experts}"
-    require(NAME, fits, rule)
+    require(NAME, fits, f"num_experts is a multiple of {call.num_ranks}, got {call.num_experts}")
     # The documentation mentions -1 in mode 1; the behaviour of the kernel is unknown.
     exchange.require_ids(NAME, ids, call.num_experts, allow_none=False)
 

@@ -46,9 +46,8 @@ def groups_of(
             are valid, nothing is raised: the device computes wrong results, and so does this
             imitation.
     """
-    require(
-        operator, list_type in tuple(GroupListType), f"group_list_type in [0, 1, 2], is {list_type}"
-    )
+    rule = f"group_list_type in [0, 1, 2], is {list_type}"
+    require(operator, list_type in tuple(GroupListType), rule)
     require(operator, group_list.dtype == torch.int64, "group_list is int64")
     is_pairs = list_type == GroupListType.PAIRS
     rule = "group_list [E], or [G, 2] with type 2"
@@ -58,9 +57,8 @@ def groups_of(
         require(operator, group_list.shape[0] == num_experts, rule)
     groups = tuple(_groups(group_list, GroupListType(list_type)))
     for group in groups:
-        require(
-            operator, 0 <= group.expert < num_experts, "group_list names experts that are there"
-        )
+        rule = "group_list names experts that are there"
+        require(operator, 0 <= group.expert < num_experts, rule)
         require(operator, group.first <= group.last, "group_list goes forwards")
         require(operator, group.last <= num_rows, "group_list ends within the rows")
     return groups

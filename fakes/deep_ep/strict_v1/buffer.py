@@ -151,10 +151,9 @@ class Buffer(drop_in.Buffer):
         normal_checks.check_sent(sent, is_token_in_rank, ranks)
         has_topk = topk_idx is not None
         require(has_topk or num_worst_tokens == 0, "num_worst_tokens needs topk_idx.has_value()")
-        counts = normal_checks.Counts(
-            per_rank=num_tokens_per_rank, per_expert=num_tokens_per_expert
+        normal_checks.check_counts(
+            sent, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, ranks
         )
-        normal_checks.check_counts(sent, counts, is_token_in_rank, ranks)
         received, ids, weights, per_expert, made, _ = super().dispatch(
             x,
             num_tokens_per_rank=num_tokens_per_rank,

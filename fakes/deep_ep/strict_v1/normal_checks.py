@@ -35,14 +35,6 @@ class Sent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
-    """The caller's layout: int32 [W] and int32 [E]."""
-
-    per_rank: Tensor
-    per_expert: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ranks:
     """The ranks that take part, with their buffer and Config."""
 
@@ -112,9 +104,10 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() != 0
 
 
-def check_counts(sent: Sent, counts: Counts, is_in_rank: Tensor, ranks: Ranks) -> None:
-    """Check the layout that the caller passes."""
-    per_rank, per_expert = counts.per_rank, counts.per_expert
+def check_counts(
+    sent: Sent, per_rank: Tensor, per_expert: Tensor, is_in_rank: Tensor, ranks: Ranks
+) -> None:
+    """Check the layout that the caller passes: int32 [W] and int32 [E]."""
     for tensor in (per_rank, per_expert):
         require(tensor.dtype == torch.int32, "num_tokens_per_*.scalar_type() == torch::kInt32")
         require(tensor.dim() == 1 and tensor.is_contiguous(), "num_tokens_per_* is contiguous")

@@ -21,8 +21,6 @@ Inner run (under the launcher or in a copy, one process per rank): the session h
 of JSON lines for the outer run.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import json
@@ -223,7 +221,7 @@ class InnerRun:
 
     @pytest.fixture(scope="session", autouse=True)
     @classmethod
-    def ep_ranks(cls) -> Iterator[MPI.Comm | None]:
+    def ep_ranks(cls) -> "Iterator[MPI.Comm | None]":
         """Yield the argument of EPGroup: the MPI world, or None for the default process group."""
         if os.environ[UNDER_LAUNCHER_ENV] == "mpi":
             from mpi4py import MPI

@@ -3,8 +3,6 @@
 `make test-defaults` runs the quick tests under other ones, see tests/defaults.py.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +60,6 @@ def test_tensors_name_their_device_and_dtype() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", [Mode.NORMAL, Mode.LOW_LATENCY])
-def test_layers_run_under_other_defaults(mode: Mode, ep_ranks: MPI.Comm | None) -> None:
+def test_layers_run_under_other_defaults(mode: Mode, ep_ranks: "MPI.Comm | None") -> None:
     with torch.device("meta"), default_dtype(torch.bfloat16), EPGroup(ep_ranks) as group:
         layer_suite.run_scenario("holes", layer_suite.pipeline_env(group, EPConfig(mode=mode)))

@@ -1,7 +1,5 @@
 """The dispatchers, layer and batch of one rank on which tests/cases/bad_calls.py makes mistakes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -224,7 +222,7 @@ def error_of(call: Callable[[], object]) -> EPError | OwnError | None:
 
 @contextmanager
 def playing(
-    kind: Kind, ranks: dist.ProcessGroup | DeviceMesh | MPI.Comm | None = None
+    kind: Kind, ranks: "dist.ProcessGroup | DeviceMesh | MPI.Comm | None" = None
 ) -> Iterator[Play]:
     """Open a separate group for one kind; `ranks` is what EPGroup takes."""
     with (
@@ -269,7 +267,7 @@ class Plays:
         self._open = ExitStack()
 
     @contextmanager
-    def on(self, kind: Kind, ranks: DeviceMesh | None = None) -> Iterator[Play]:
+    def on(self, kind: Kind, ranks: "DeviceMesh | None" = None) -> Iterator[Play]:
         """Yield a Play of this kind, in its grad mode. Collective if the kind changes."""
         if self._play is None or self._kind is not kind:
             self._open.close()

@@ -1,11 +1,9 @@
 """The scenarios of lost ranks, and the outcome of each rank; for ranks, launcher and tests."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 # Seconds that ranks wait for each other before the fault: many processes start together.
 SETUP_TIMEOUT_S = 60.0
@@ -107,7 +105,7 @@ class Scenario:
         return json.dumps(asdict(self))
 
     @classmethod
-    def loads(cls, text: str) -> Scenario:
+    def loads(cls, text: str) -> Self:
         values = json.loads(text)
         return cls(**{**values, "lost_ranks": tuple(values["lost_ranks"])})
 
@@ -135,5 +133,5 @@ class Outcome:
         (folder / f"outcome{rank}.json").write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, folder: Path, rank: int) -> Outcome:
+    def read(cls, folder: Path, rank: int) -> Self:
         return cls(**json.loads((folder / f"outcome{rank}.json").read_text()))

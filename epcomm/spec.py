@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from epcomm.errors import ConfigError, shown
+from epcomm.errors import ConfigError, grouped, shown
 from epcomm.types import (
     MAX_SIZE,
     ROW_MAJOR,
@@ -123,11 +123,8 @@ class HostLayout:
     @cached_property
     def ranks_of_host(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each host, in ascending order."""
-        hosts = range(max(self.host_of_rank) + 1)
-        return tuple(
-            tuple(rank for rank, other in enumerate(self.host_of_rank) if other == host)
-            for host in hosts
-        )
+        ranks = grouped((host, rank) for rank, host in enumerate(self.host_of_rank))
+        return tuple(map(tuple, ranks.values()))
 
     @property
     def num_hosts(self) -> int:

@@ -74,10 +74,7 @@ class Buffer:
         """Return a Config, which is ignored wherever it is passed."""
         return Config(num_ranks)
 
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        """Return a Config, which is ignored wherever it is passed."""
-        return Config(num_ranks)
+    get_combine_config = get_dispatch_config
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:

@@ -68,22 +68,16 @@ class Buffer(older.Buffer):
         use_mxfp8: bool = False,
     ) -> DispatchResult:
         """Send rows to their experts; without a flag the environment may quantise."""
+        # The other arguments have no effect.
         return super().dispatch(
             x,
             handle,
             num_tokens_per_rank,
-            num_tokens_per_rdma_rank,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-            expert_alignment,
-            num_worst_tokens,
-            config,
-            previous_event,
-            async_finish,
-            allocate_on_comm_stream,
-            dispatch_wait_recv_cost_stats,
+            is_token_in_rank=is_token_in_rank,
+            num_tokens_per_expert=num_tokens_per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_worst_tokens=num_worst_tokens,
             quant_mode=_mode_of(use_fp8, use_mxfp4, use_mxfp8),
         )
 

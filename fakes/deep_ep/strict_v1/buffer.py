@@ -64,12 +64,8 @@ class Buffer(drop_in.Buffer):
             num_nvl_bytes,
             num_rdma_bytes,
             low_latency_mode,
-            num_qps_per_rank,
-            allow_nvlink_for_low_latency_mode,
-            allow_mnnvl,
-            explicitly_destroy,
-            enable_shrink,
-            comm,
+            explicitly_destroy=explicitly_destroy,
+            enable_shrink=enable_shrink,
         )
         self._process_group = group
         self._deferred = DeferredWork()
@@ -90,10 +86,7 @@ class Buffer(drop_in.Buffer):
         _check_known(num_ranks)
         return drop_in.Buffer.get_dispatch_config(num_ranks)
 
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        _check_known(num_ranks)
-        return drop_in.Buffer.get_combine_config(num_ranks)
+    get_combine_config = get_dispatch_config
 
     def get_dispatch_layout(
         self,

@@ -181,8 +181,7 @@ class ExpertParallelTraining:
     def sent_bytes(self) -> int:
         """Return the bytes that the MoE layers of this rank have sent. Local."""
         # Layers of one shape share a buffer, so one layer has the traffic of all.
-        traffic = self._moe_layers[0].stats().traffic
-        return traffic.dispatch_bytes + traffic.combine_bytes + traffic.control_bytes
+        return self._moe_layers[0].stats().traffic.total_bytes
 
     def _sum_result_over_ranks(self, loss: float) -> StepResult:
         # The norm of an expert parameter covers the experts of all ranks.

@@ -21,13 +21,12 @@ it repeats, which autograd's numbers of nodes tell: they grow in the order of fo
 A layer that one checkpoint calls several times repeats these calls in their order.
 """
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +73,7 @@ class ReplayCounts:
         return self.num_entries_that_differ / max(self.num_entries, 1)
 
     @classmethod
-    def of(cls, counts: Tensor) -> ReplayCounts:
+    def of(cls, counts: Tensor) -> Self:
         """Read the counts of a Gate. Host sync: yes."""
         names = (field.name for field in fields(cls))
         return cls(**dict(zip(names, counts.tolist(), strict=True)))
@@ -83,7 +82,7 @@ class ReplayCounts:
 class RouteRecord:
     """The routes that a model took inside record_routes()."""
 
-    def __init__(self, num_layers: int, top_k: int, layers: Sequence[_RecordedLayer]) -> None:
+    def __init__(self, num_layers: int, top_k: int, layers: "Sequence[_RecordedLayer]") -> None:
         self._num_layers = num_layers
         self._top_k = top_k
         self._layers = layers
@@ -153,7 +152,7 @@ def record_routes(
 class RouteReplay:
     """The replay of routes inside replay_routes()."""
 
-    def __init__(self, layers: Sequence[_ReplayedLayer]) -> None:
+    def __init__(self, layers: "Sequence[_ReplayedLayer]") -> None:
         self._layers = layers
 
     def disagreement(self) -> dict[int, ReplayCounts]:
@@ -237,7 +236,7 @@ class _ReplayedLayer:
     last: the last layer of the model.
     """
 
-    last: _ReplayedLayer
+    last: "_ReplayedLayer"
 
     def __init__(self, index: int, gate: Gate, routes: Tensor) -> None:
         """Replay `routes` [tokens, K], which have been checked."""

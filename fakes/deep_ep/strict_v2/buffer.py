@@ -1,6 +1,7 @@
 """ElasticBuffer of the drop-in, which refuses what the real package refuses."""
 
 import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -22,12 +23,9 @@ class ElasticBuffer(OpenOrders):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - as the drop-in
-        given = inspect.signature(deep_ep.ElasticBuffer).bind(*args, **options)
-        given.apply_defaults()
-        require_size(given.arguments["group"].size() <= MAX_RANKS, "num_ranks <= kNumMaxRanks")
-        require_size(
-            given.arguments["group"].size() <= MAX_SCALEUP_RANKS, "num_scaleup_ranks <= 64"
-        )
+        num_ranks = _arguments_of(deep_ep.ElasticBuffer.__init__, args, options)["group"].size()
+        require_size(num_ranks <= MAX_RANKS, "num_ranks <= kNumMaxRanks")
+        require_size(num_ranks <= MAX_SCALEUP_RANKS, "num_scaleup_ranks <= 64")
         super().__init__(*args, **options)
         limits.check_buffer_bytes(self.num_bytes, self.num_cpu_bytes)
         self._is_destroyed = False
@@ -55,20 +53,15 @@ class ElasticBuffer(OpenOrders):
 
     def dispatch(self, *args: Any, **options: Any) -> DispatchResult:  # noqa: ANN401
         self._check_alive()
-        bound = _DISPATCH.bind(self, *args, **options)
-        bound.apply_defaults()
-        given = dict(bound.arguments)
-        handle: EPHandle | None = given["handle"]
-        self._check_dispatch(given, handle)
+        given = _arguments_of(deep_ep.ElasticBuffer.dispatch, args, options)
+        self._check_dispatch(given, given["handle"])
         self.finish()
-        options = {key: value for key, value in bound.arguments.items() if key != "self"}
-        return super().dispatch(**options)
+        return super().dispatch(**given)
 
     def combine(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None, EventOverlap]:  # noqa: ANN401
         self._check_alive()
-        bound = _COMBINE.bind(self, *args, **options)
-        bound.apply_defaults()
-        given, bias = bound.arguments, bound.arguments["bias"]
+        given = _arguments_of(deep_ep.ElasticBuffer.combine, args, options)
+        bias = given["bias"]
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         assert not isinstance(bias, tuple) or len(bias) == 2
         self._check_launch(given["num_sms"] or given["handle"].num_sms, given)
@@ -80,7 +73,7 @@ class ElasticBuffer(OpenOrders):
             allow_multiple_reduction=self.allow_multiple_reduction,
         )
         self.finish()
-        return super().combine(**{key: value for key, value in given.items() if key != "self"})
+        return super().combine(**given)
 
     def _check_dispatch(self, given: dict[str, Any], handle: EPHandle | None) -> None:
         routes = given["topk_idx"] if handle is None else handle.topk_idx
@@ -117,5 +110,10 @@ class ElasticBuffer(OpenOrders):
             raise AttributeError("'NoneType' object: the buffer is destroyed")
 
 
-_DISPATCH = inspect.signature(deep_ep.ElasticBuffer.dispatch)
-_COMBINE = inspect.signature(deep_ep.ElasticBuffer.combine)
+def _arguments_of(
+    method: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call of a method by name, with defaults and without self."""
+    bound = inspect.signature(method).bind(None, *args, **options)
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if name != "self"}

@@ -29,11 +29,7 @@ DTYPES = MappingProxyType(
 
 
 def dtype_of(operator: str, number: int) -> torch.dtype:
-    """Return the dtype with this number.
-
-    Raises:
-        RuntimeError: the imitation does not know it; the vendor has further dtypes.
-    """
+    """Return the dtype with this number; the vendor has further ones, which are refused."""
     if number not in DTYPES:
         raise RuntimeError(
             f"{operator} (stand-in of torch_npu): dtype number is {number}, expected one of "

@@ -104,11 +104,7 @@ def format_cast(
 
 
 def as_nd(operator: str, tensor: Tensor) -> Tensor:
-    """Return the values that an operator reads: those of `tensor` in row-major order.
-
-    Raises:
-        RuntimeError: a part or another shape of memory in NZ.
-    """
+    """Return the values that an operator reads: those of `tensor` in row-major order."""
     tiled = _tiled(tensor)
     if tiled is None:
         return tensor

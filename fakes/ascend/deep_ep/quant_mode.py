@@ -9,12 +9,7 @@ A5_MODES = ("mx_fp8_e4m3", "mx_fp8_e5m2", "pertoken_fp8_e4m3", "mx_fp4_e2m1")
 
 
 def checked(operator: str, mode: str) -> str:
-    """Return the mode, if the chip and the imitation have it.
-
-    Raises:
-        RuntimeError: no such mode, or not on this chip.
-        NotImplementedError: not in the imitation.
-    """
+    """Return the mode, which the chip and the imitation must have."""
     known = (BF16, INT8, *A5_MODES)
     require(operator, mode in known, f"quant_mode is {mode!r}, expected one of {known}")
     if mode in A5_MODES:

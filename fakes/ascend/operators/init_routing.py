@@ -178,11 +178,9 @@ def _check_tensors(x: Tensor, expert_idx: Tensor, scale: Tensor | None, quant_mo
         allowed.append(torch.int8)
     rule = f"x is {list(x.shape)} {x.dtype}, expected [n, H] of {', '.join(map(str, allowed))}"
     require(INIT_ROUTING, x.dim() == 2 and x.dtype in allowed, rule)
-    require(
-        INIT_ROUTING,
-        expert_idx.dim() == 2 and len(expert_idx) == len(x) and expert_idx.dtype == torch.int32,
-        f"expert_idx is {list(expert_idx.shape)} {expert_idx.dtype}, expected [{len(x)}, K] int32",
-    )
+    fits = expert_idx.dim() == 2 and len(expert_idx) == len(x) and expert_idx.dtype == torch.int32
+    found = f"{list(expert_idx.shape)} {expert_idx.dtype}"
+    require(INIT_ROUTING, fits, f"expert_idx is {found}, expected [{len(x)}, K] int32")
     if scale is None:
         return
     require_modelled(INIT_ROUTING, quant_mode == NO_QUANTISATION, "scale of quantisation")

@@ -239,7 +239,12 @@ def _weights_of(
     spec: MoESpec, intermediate_size: int | None, kind: str | None
 ) -> ExpertTensors | None:
     """Return one gated expert on the meta device; None if its size is unknown."""
-    _check_kind(spec, kind)
+    if kind is not None and kind not in _QUANTIZED and _DTYPES.get(kind) is not spec.dtype:
+        own = WireDtype.from_torch(spec.dtype).value
+        raise ConfigError(
+            f"epcomm plan: experts is {shown(kind)}, expected {own}, as the hidden states are, or "
+            f"one of {sorted(_QUANTIZED)}"
+        )
     if intermediate_size is None:
         if kind is not None:
             raise ConfigError(
@@ -263,13 +268,3 @@ def _weights_of(
     down = torch.empty(1, spec.hidden_size, intermediate_size, dtype=spec.dtype, device="meta")
     plain = ExpertWeights(gate_up_proj=gate_up, down_proj=down)
     return _QUANTIZED[kind].from_unquantized(plain) if kind in _QUANTIZED else plain
-
-
-def _check_kind(spec: MoESpec, kind: str | None) -> None:
-    if kind is None or kind in _QUANTIZED or _DTYPES.get(kind) is spec.dtype:
-        return
-    own = WireDtype.from_torch(spec.dtype).value
-    raise ConfigError(
-        f"epcomm plan: experts is {shown(kind)}, expected {own}, as the hidden states are, or one "
-        f"of {sorted(_QUANTIZED)}"
-    )

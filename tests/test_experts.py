@@ -5,8 +5,6 @@ tests/buffers/test_buffers.py varies that number; here a batch with gradients ru
 and over MPI.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -51,7 +49,7 @@ OF_ANY_BUFFER = (
 )
 
 
-def run(scenario: str, config: str, ep_ranks: MPI.Comm | dist.ProcessGroup | None = None) -> None:
+def run(scenario: str, config: str, ep_ranks: "MPI.Comm | dist.ProcessGroup | None" = None) -> None:
     with EPGroup(ep_ranks) as group:
         chosen = {**CONFIGS, **VARIANTS}[config]
         layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, chosen))
@@ -91,7 +89,7 @@ def test_layer_of_eight_ranks_equals_the_oracle(config: str) -> None:
 
 @pytest.mark.mpi_ranks(2)
 @pytest.mark.parametrize(("scenario", "config"), cases_of(*FEW))
-def test_layer_over_mpi_equals_the_oracle(scenario: str, config: str, ep_ranks: MPI.Comm) -> None:
+def test_layer_over_mpi_equals_the_oracle(scenario: str, config: str, ep_ranks: "MPI.Comm") -> None:
     run(scenario, config, ep_ranks)
 
 

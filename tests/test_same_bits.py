@@ -4,8 +4,6 @@ Every rank computes the whole batch alone, in a group of its own, and compares i
 tests/dispatchers/test_sum_groups.py compares the sums with their definition.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -50,7 +48,7 @@ class Batch:
     grad_y: Tensor
 
     @classmethod
-    def make(cls, dtype: torch.dtype) -> Batch:
+    def make(cls, dtype: torch.dtype) -> "Batch":
         generator = torch.Generator().manual_seed(11)
 
         def normal(*shape: int) -> Tensor:
@@ -61,10 +59,10 @@ class Batch:
         x, grad_y = normal(TOKENS, H).to(dtype), normal(TOKENS, H).to(dtype)
         return cls(x=x, ids=ids, weights=normal(TOKENS, K), grad_y=grad_y)
 
-    def of(self, tokens: list[int]) -> Batch:
+    def of(self, tokens: list[int]) -> "Batch":
         return Batch(*(each[tokens] for each in vars(self).values()))
 
-    def padded(self, number: int) -> Batch:
+    def padded(self, number: int) -> "Batch":
         """Append tokens without experts, which hold NaN."""
         new = (
             torch.full(

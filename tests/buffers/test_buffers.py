@@ -3,8 +3,6 @@
 Other numbers of ranks and MPI run the scenarios that can fail there but not on 2 ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,7 +43,7 @@ ON_FOUR = ("uneven", "holes", "stand_alone", "combine_faults", "budget", "repeat
 ON_EIGHT = ("uneven", "holes")
 
 
-def run(scenario: str, case: str, ep_ranks: MPI.Comm | None = None) -> None:
+def run(scenario: str, case: str, ep_ranks: "MPI.Comm | None" = None) -> None:
     with EPGroup(ep_ranks) as group:
         env = buffer_suite.BufferEnv(
             group=group, backend=CASES[case].backend, mode=CASES[case].mode
@@ -113,7 +111,7 @@ def test_buffer_of_eight_ranks_keeps_its_contract(scenario: str, case: str) -> N
 
 @pytest.mark.mpi_ranks(2, 4)
 @pytest.mark.parametrize(("scenario", "case"), cases_of(*OVER_MPI))
-def test_buffer_over_mpi_keeps_its_contract(scenario: str, case: str, ep_ranks: MPI.Comm) -> None:
+def test_buffer_over_mpi_keeps_its_contract(scenario: str, case: str, ep_ranks: "MPI.Comm") -> None:
     run(scenario, case, ep_ranks)
 
 

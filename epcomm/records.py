@@ -4,8 +4,6 @@ Letters: T tokens of this rank, K experts per token, H hidden size, R received r
 slots, L experts of this rank. A slot is one (token, expert) pair on the rank that owns the expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar

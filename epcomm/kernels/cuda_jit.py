@@ -4,8 +4,6 @@ Both libraries are called through ctypes, so nothing must be installed or built,
 read.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p

@@ -1,7 +1,5 @@
 """Checks and compiler options that launchers share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

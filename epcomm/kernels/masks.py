@@ -1,7 +1,5 @@
 """Combine masks with comparisons of scalars."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,8 +5,6 @@ of host time for the kernels of this library. A launch with the same constants n
 Later calls write the arguments that change to memory that the driver reads, and call the driver.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import struct

@@ -1,7 +1,5 @@
 """Cast values so that the interpreter rounds as a GPU does."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

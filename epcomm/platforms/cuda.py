@@ -4,8 +4,6 @@ Except for cuda_reasons(), queries of a device raise in torch if there is none. 
 imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

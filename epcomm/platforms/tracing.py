@@ -11,8 +11,6 @@ torch.compile sees a layer as one graph break, instead of one at each collective
 no graph breaks, so these functions refuse it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar

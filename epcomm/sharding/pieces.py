@@ -10,8 +10,6 @@ rank's experts is a view of its piece, so a write persists; a part of another ra
 copy, and the write persists on that rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Run steps on a rank without data, so that the other ranks can continue."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Probe and open the Ascend deep_ep, and count its bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -11,8 +11,6 @@ which the exchange plan keeps. Hooks, events and cleaning of the package do noth
 ordered by the stream.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ passed as [K, C / K, H], like K experts with a capacity of C / K rows.
 Source: the documentation of the operators; this code has not run on an NPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

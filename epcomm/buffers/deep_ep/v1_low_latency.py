@@ -6,8 +6,6 @@ rank of the token. The receive step runs in wait(): until then no SM works. A se
 of the call before it, which is received first.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass

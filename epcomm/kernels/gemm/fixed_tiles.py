@@ -7,8 +7,6 @@ finds its expert from the counts on the device, so the host reads no count; rows
 neither read nor written.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

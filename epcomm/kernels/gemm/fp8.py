@@ -12,8 +12,6 @@ of a copy. 32768 rows are 1.15 to 1.3 times as fast as two BF16 products: the te
 while a block is scaled, which fp8_hopper.cu overlaps.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -5,8 +5,6 @@ scale of a block needs no second pass. Tiles are found from the counts on the de
 compute one tile after another, so the work depends on the rows in use, not on the capacity.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

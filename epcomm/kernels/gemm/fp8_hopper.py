@@ -1,7 +1,5 @@
 """Launch the products of fp8.py on Hopper's wgmma instructions, from fp8_hopper.cu."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping
 from ctypes import c_int, c_int64, c_void_p

@@ -14,8 +14,6 @@ whole row; quantising in the second product would read 4 I bytes again for each 
 benchmarks/results/h200_gemm_int8.json.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Describe the operands of a product of quantised rows and the matrices of their experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -7,8 +7,6 @@ program each. Not yet timed: it should win wherever memory is the limit; one tok
 launch.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -6,8 +6,6 @@ of fewer than 1024 elements leave a program with little to do, and rows beyond a
 no longer fit into registers. Times: benchmarks/results/h200_quant_rows.json.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -6,8 +6,6 @@ that has it give the top k, ties and NaN included. Weights are computed again fr
 were chosen, which are in the cache. Programs count the load and choose replicas as they store.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache

@@ -6,8 +6,6 @@ units in the last place of the result.) The interpreter has no such library: the
 in float64, because torch on a CPU is within 0.6 units.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice

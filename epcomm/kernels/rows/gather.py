@@ -4,8 +4,6 @@ Every byte is read once and written once, 16 bytes at a time, so memory is the l
 are multiples of 16 bytes; other rows are moved element by element.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -4,8 +4,6 @@ A program reads its part of a few tokens once and writes it to the rows of all r
 them, 16 bytes at a time: a token that goes to five ranks is read once, not five times.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

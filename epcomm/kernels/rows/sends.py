@@ -4,8 +4,6 @@ Both kernels read only topk_ids. The first writes the counts into the headers of
 needs the counts of all tokens, so a second kernel does it, while the headers are exchanged.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

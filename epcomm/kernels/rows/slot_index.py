@@ -5,8 +5,6 @@ of earlier segments, so that no program waits for another and one launch suffice
 a few times from the cache, which costs less than the launches of a sort.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -5,8 +5,6 @@ bytes at a time; a float32 copy of the rows is never made. Dot products of rows 
 the weights: their order depends on H alone, not on the number of rows or their addresses.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

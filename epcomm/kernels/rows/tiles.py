@@ -1,7 +1,5 @@
 """Choose the part of a matrix of rows that one program copies or sums."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

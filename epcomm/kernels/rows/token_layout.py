@@ -5,8 +5,6 @@ is shared, so nothing is initialised, atomic, or summed afterwards. The ids of 4
 KB, which fit into the L2 cache.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from epcomm.kernels.gemm.fp8 import _find_tile
-from epcomm.kernels.launch import device_limits, next_power_of_two
+from epcomm.kernels.launch import device_limits
 
 TILE_ROWS = TILE_COLUMNS = 128
 # Elements of the inner dimension in a stage: rows of 128 bytes, which the copy engine swizzles.
@@ -37,7 +37,6 @@ def _multiply_kernel(
     X_STRIDE: tl.constexpr,
     IS_TRANSPOSED: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_INNER: tl.constexpr,
@@ -48,7 +47,7 @@ def _multiply_kernel(
     """
     COLUMN_TILES: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
     expert, first_row, count, tile = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        counts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS_POW2, COLUMN_TILES, TILE_ROWS
+        counts_ptr, tl.program_id(0), NUM_EXPERTS, COLUMN_TILES, TILE_ROWS
     )
     if expert < NUM_EXPERTS:
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
@@ -106,7 +105,6 @@ def multiply_tiles(
             X_STRIDE=rows.stride(0),
             IS_TRANSPOSED=is_transposed,
             NUM_EXPERTS=num_experts,
-            EXPERTS_POW2=next_power_of_two(num_experts),
             TILE_ROWS=TILE_ROWS,
             TILE_COLUMNS=TILE_COLUMNS,
             TILE_INNER=TILE_INNER,

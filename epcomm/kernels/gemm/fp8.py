@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from epcomm.kernels.gemm.operands import Product
-from epcomm.kernels.launch import IS_INTERPRETED, device_limits, next_power_of_two
+from epcomm.kernels.launch import IS_INTERPRETED, device_limits
 from epcomm.kernels.quantize.fp8 import _e4m3_code
 
 # Number of elements of a row, and of rows and of columns of a matrix, that share a scale.
@@ -41,7 +41,6 @@ def _find_tile(
     counts_ptr: tl.tensor,
     tile: tl.tensor,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
     NUM_COLUMN_TILES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
@@ -51,7 +50,7 @@ def _find_tile(
     3 is the second row tile of expert 2 in column tile 0. Row tiles come first, so that neighbours
     share a matrix.
     """
-    expert_ids = tl.arange(0, EXPERTS_POW2)
+    expert_ids = tl.arange(0, triton.next_power_of_2(NUM_EXPERTS))
     counts = tl.load(counts_ptr + expert_ids, mask=expert_ids < NUM_EXPERTS, other=0)
     row_tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
     ends = tl.cumsum(row_tiles * NUM_COLUMN_TILES, 0)
@@ -81,7 +80,6 @@ def _gate_up_fp8_kernel(
     X_STRIDE: tl.constexpr,
     X_SCALES_STRIDE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -89,7 +87,7 @@ def _gate_up_fp8_kernel(
     HIDDEN_BLOCKS: tl.constexpr = HIDDEN // BLOCK
     INNER_BLOCKS: tl.constexpr = INNER // BLOCK
     expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        counts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS_POW2, INNER_BLOCKS, TILE_ROWS
+        counts_ptr, tl.program_id(0), NUM_EXPERTS, INNER_BLOCKS, TILE_ROWS
     )
     if expert < NUM_EXPERTS:
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
@@ -146,7 +144,6 @@ def _down_fp8_kernel(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -154,7 +151,7 @@ def _down_fp8_kernel(
     HIDDEN_BLOCKS: tl.constexpr = HIDDEN // BLOCK
     INNER_BLOCKS: tl.constexpr = INNER // BLOCK
     expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        counts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS_POW2, HIDDEN_BLOCKS, TILE_ROWS
+        counts_ptr, tl.program_id(0), NUM_EXPERTS, HIDDEN_BLOCKS, TILE_ROWS
     )
     if expert < NUM_EXPERTS:
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
@@ -262,7 +259,6 @@ def launch_product(
             of_slots,
             *outputs,
             NUM_EXPERTS=num_experts,
-            EXPERTS_POW2=next_power_of_two(num_experts),
             TILE_ROWS=tile_rows,
             BLOCK=BLOCK,
             num_warps=num_warps,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile
-from epcomm.kernels.launch import EXACT, next_power_of_two, warps_for
+from epcomm.kernels.launch import EXACT, warps_for
 from epcomm.kernels.prepared import launch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 
@@ -39,7 +39,6 @@ def _hidden_fp8_kernel(
     IS_PACKED: tl.constexpr,
     HAS_E4M3: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -48,14 +47,14 @@ def _hidden_fp8_kernel(
     With CAPACITY the slots of expert e begin at e * CAPACITY, else at first_slot[e].
     """
     INNER_BLOCKS: tl.constexpr = INNER // BLOCK
-    expert_ids = tl.arange(0, EXPERTS_POW2)
+    expert_ids = tl.arange(0, triton.next_power_of_2(NUM_EXPERTS))
     counts = tl.load(counts_ptr + expert_ids, mask=expert_ids < NUM_EXPERTS, other=0)
     num_tiles = tl.sum((counts + TILE_ROWS - 1) // TILE_ROWS, 0) * INNER_BLOCKS
     lanes = tl.arange(0, BLOCK)
     tile = tl.program_id(0)
     while tile < num_tiles:
         expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-            counts_ptr, tile, NUM_EXPERTS, EXPERTS_POW2, INNER_BLOCKS, TILE_ROWS
+            counts_ptr, tile, NUM_EXPERTS, INNER_BLOCKS, TILE_ROWS
         )
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
         is_row = row_in_expert < count
@@ -139,7 +138,6 @@ def hidden_fp8(
         IS_PACKED=is_packed,
         HAS_E4M3=has_e4m3(gate_up.device),
         NUM_EXPERTS=num_experts,
-        EXPERTS_POW2=next_power_of_two(num_experts),
         TILE_ROWS=_TILE_ROWS,
         BLOCK=BLOCK,
         num_warps=warps_for(_TILE_ROWS * BLOCK),

@@ -49,7 +49,6 @@ def _gate_up_int8_kernel(
     X_STRIDE: tl.constexpr,
     X_SCALES_STRIDE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -61,7 +60,7 @@ def _gate_up_int8_kernel(
     INNER_BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
     HIDDEN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        counts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS_POW2, INNER_BLOCKS, TILE_ROWS
+        counts_ptr, tl.program_id(0), NUM_EXPERTS, INNER_BLOCKS, TILE_ROWS
     )
     if expert < NUM_EXPERTS:
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
@@ -111,7 +110,6 @@ def _quantize_hidden_int8_kernel(
     scales_ptr: tl.tensor,
     INNER: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     PROFILE: tl.constexpr,
@@ -121,7 +119,7 @@ def _quantize_hidden_int8_kernel(
     With rint127 the row 254 1 -3 9 has the scale 2 and codes 127 0 -2 4.
     """
     expert, first_row, count, _ = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        counts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS_POW2, 1, TILE_ROWS
+        counts_ptr, tl.program_id(0), NUM_EXPERTS, 1, TILE_ROWS
     )
     if expert < NUM_EXPERTS:
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
@@ -150,7 +148,6 @@ def _down_int8_kernel(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -162,7 +159,7 @@ def _down_int8_kernel(
     COLUMN_TILES: tl.constexpr = (HIDDEN + TILE_COLUMNS - 1) // TILE_COLUMNS
     INNER_BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
     expert, first_row, count, tile = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        counts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS_POW2, COLUMN_TILES, TILE_ROWS
+        counts_ptr, tl.program_id(0), NUM_EXPERTS, COLUMN_TILES, TILE_ROWS
     )
     if expert < NUM_EXPERTS:
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
@@ -247,7 +244,6 @@ def quantize_hidden_int8(
         (hidden, counts, first_slot, out_codes, out_scales),
         INNER=inner_size,
         NUM_EXPERTS=num_experts,
-        EXPERTS_POW2=next_power_of_two(num_experts),
         TILE_ROWS=tile_rows,
         TILE_COLUMNS=tile_columns,
         PROFILE=profile.value,

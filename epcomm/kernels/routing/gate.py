@@ -126,11 +126,10 @@ def _select(
     codes: tl.tensor,
     TOKENS: tl.constexpr,
     K: tl.constexpr,
-    K_LANES: tl.constexpr,
 ) -> tl.tensor:
     """Return the codes of the K largest keys of each token, the largest first."""
-    k = tl.arange(0, K_LANES)[None, :]
-    chosen = tl.zeros([TOKENS, K_LANES], tl.int32)
+    k = tl.arange(0, triton.next_power_of_2(K))[None, :]
+    chosen = tl.zeros([TOKENS, k.shape[1]], tl.int32)
     if K <= _UNROLLED:
         for each in tl.static_range(K):
             code, keys = _take_best(keys, codes)
@@ -234,7 +233,6 @@ def _route_tokens_kernel(
     TOKENS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     MEMBER_LANES: tl.constexpr,
-    K_LANES: tl.constexpr,
 ) -> None:
     """Route a few tokens.
 
@@ -283,9 +281,9 @@ def _route_tokens_kernel(
         selection = tl.where(is_kept | (selection != selection), selection, fill)
         codes = tl.where(is_kept, codes, codes + 1)
     keys = tl.where(is_expert, _key_of(selection), _TAKEN)
-    chosen = _select(keys, codes, TOKENS, TOP_K, K_LANES)
+    chosen = _select(keys, codes, TOKENS, TOP_K)
 
-    k = tl.arange(0, K_LANES)[None, :]
+    k = tl.arange(0, triton.next_power_of_2(TOP_K))[None, :]
     experts, is_chosen = chosen >> 1, (k < TOP_K) & is_here
     # With a bias for the selection and the fill 0, as models have them, a dropped expert that was
     # chosen keeps its score.
@@ -391,7 +389,6 @@ def _constants_of(form: GateForm) -> Mapping[str, Any]:
         "TOKENS": max(1, (_INTERPRETED_LANES if IS_INTERPRETED else _LANES) // lanes),
         "GROUP_LANES": group_lanes,
         "MEMBER_LANES": member_lanes,
-        "K_LANES": next_power_of_two(form.top_k),
         "num_warps": 1,
         **EXACT,
     }

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.kernels.launch import check_rows, next_power_of_two
+from epcomm.kernels.launch import check_rows
 from epcomm.kernels.prepared import launch
 from epcomm.kernels.rows.tiles import WARPS, movable, row_stride, tile_of
 
@@ -23,10 +23,9 @@ def _beside(
     STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
 ) -> None:
     """Copy WIDTH values of each token to its row, cast to the dtype of the row."""
-    lane = tl.arange(0, LANES)[None, :]
+    lane = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
     mask = is_sent[:, None] & (lane < WIDTH)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue]
     values = tl.load(values_ptr + token[:, None] * STRIDE + lane, mask=mask, other=0)
@@ -52,11 +51,9 @@ def _scatter_tokens_kernel(
     SCALES_STRIDE: tl.constexpr,
     ROW_SCALES_STRIDE: tl.constexpr,
     SCALES: tl.constexpr,
-    SCALE_LANES: tl.constexpr,
     ROW_IDS_STRIDE: tl.constexpr,
     ROW_WEIGHTS_STRIDE: tl.constexpr,
     K: tl.constexpr,
-    K_LANES: tl.constexpr,
     W: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -88,22 +85,11 @@ def _scatter_tokens_kernel(
                     SCALES_STRIDE,
                     ROW_SCALES_STRIDE,
                     SCALES,
-                    SCALE_LANES,
                 )
             if ids_ptr is not None:
-                _beside(ids_ptr, row_ids_ptr, token, row, is_sent, K, ROW_IDS_STRIDE, K, K_LANES)
+                _beside(ids_ptr, row_ids_ptr, token, row, is_sent, K, ROW_IDS_STRIDE, K)
             if weights_ptr is not None:
-                _beside(
-                    weights_ptr,
-                    row_weights_ptr,
-                    token,
-                    row,
-                    is_sent,
-                    K,
-                    ROW_WEIGHTS_STRIDE,
-                    K,
-                    K_LANES,
-                )
+                _beside(weights_ptr, row_weights_ptr, token, row, is_sent, K, ROW_WEIGHTS_STRIDE, K)
 
 
 # Elements, scales, ids and weights of tokens or rows; the last three may be None.
@@ -153,11 +139,9 @@ def scatter_tokens(tokens: Parts, row_of_rank: Tensor, rows: Parts) -> None:
         SCALES_STRIDE=0 if scales is None else row_stride(scales),
         ROW_SCALES_STRIDE=_stride_of(row_scales),
         SCALES=num_scales,
-        SCALE_LANES=next_power_of_two(num_scales),
         ROW_IDS_STRIDE=_stride_of(row_ids),
         ROW_WEIGHTS_STRIDE=_stride_of(row_weights),
         K=top_k,
-        K_LANES=next_power_of_two(top_k),
         W=row_of_rank.shape[1],
         TOKENS=tile.rows,
         COLUMNS=tile.columns,

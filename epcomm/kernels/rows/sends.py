@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.prepared import launch
 
@@ -28,10 +27,9 @@ def _ids_of(
     W: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
-    K_LANES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Load the ids of tokens before `end`, [tokens, K_LANES], -1 for none; and which are wrong."""
-    k = tl.arange(0, K_LANES)[None, :]
+    """Load the ids of tokens before `end`, [tokens, lanes], -1 for none; and which are wrong."""
+    k = tl.arange(0, triton.next_power_of_2(K))[None, :]
     is_entry = (token < end)[:, None] & (k < K)
     ids = tl.load(ids_ptr + token.to(tl.int64)[:, None] * K + k, mask=is_entry, other=-1)
     is_wrong = (ids < -1) | (ids >= W * L)
@@ -74,10 +72,8 @@ def _count_sends_kernel(
     WORDS: tl.constexpr,
     NUM_HERE: tl.constexpr,
     W: tl.constexpr,
-    W_LANES: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
-    K_LANES: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> None:
     """Add the counts of TOKENS tokens to the header for each rank, which begins as zeros.
@@ -87,12 +83,12 @@ def _count_sends_kernel(
     """
     program = tl.program_id(0)
     token = program * TOKENS + tl.arange(0, TOKENS)
-    ids, is_wrong = _ids_of(ids_ptr, token, num_tokens, W, L, K, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
-    lane = tl.arange(0, W_LANES)
+    ids, is_wrong = _ids_of(ids_ptr, token, num_tokens, W, L, K)  # pyright: ignore[reportGeneralTypeIssues]
+    lane = tl.arange(0, triton.next_power_of_2(W))
     word_ptr = header_ptr + lane * WORDS
     if program == 0:
         is_rank = lane < W
-        zeros = tl.zeros([W_LANES], tl.int64)
+        zeros = tl.zeros(lane.shape, tl.int64)
         tl.store(word_ptr, zeros + kind, mask=is_rank)
         tl.store(word_ptr + 1, zeros + check, mask=is_rank)
         tl.store(word_ptr + 2, zeros + buffer, mask=is_rank)
@@ -106,10 +102,10 @@ def _count_sends_kernel(
         tl.store(word_ptr + FAULT_AT, zeros + fault, mask=both(is_rank, fault != 0))
     has_wrong = tl.max(tl.max(is_wrong.to(tl.int32), 1), 0) > 0
     is_reported = both((lane < W) & has_wrong, fault == 0)
-    tl.store(word_ptr + FAULT_AT, tl.zeros([W_LANES], tl.int64) + WRONG_IDS, mask=is_reported)
+    tl.store(word_ptr + FAULT_AT, tl.zeros(lane.shape, tl.int64) + WRONG_IDS, mask=is_reported)
 
     rank, local = ids // L, ids % L
-    one = tl.zeros([TOKENS, K_LANES], tl.int64) + 1
+    one = tl.zeros(ids.shape, tl.int64) + 1
     # Sums of integers do not depend on the order of the additions.
     is_here = (ids >= 0) & (local < NUM_HERE)
     here_ptr = header_ptr + rank * WORDS + SLOTS_AT + local
@@ -132,10 +128,8 @@ def _order_sends_kernel(
     ROWS_AT: tl.constexpr,
     WORDS: tl.constexpr,
     W: tl.constexpr,
-    W_LANES: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
-    K_LANES: tl.constexpr,
     TOKENS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ) -> None:
@@ -145,18 +139,18 @@ def _order_sends_kernel(
     0 1 | -1 2.
     """
     destination, segment = tl.program_id(0) % W, tl.program_id(0) // W
-    lane, offset = tl.arange(0, W_LANES), tl.arange(0, TOKENS)
+    lane, offset = tl.arange(0, triton.next_power_of_2(W)), tl.arange(0, TOKENS)
     before = tl.load(header_ptr + lane * WORDS + ROWS_AT, mask=lane < destination, other=0)
     row = tl.sum(before).to(tl.int32)
     begin = segment * SEGMENT
     for at in range(0, begin, TOKENS):
-        ids, _ = _ids_of(ids_ptr, at + offset, begin, W, L, K, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
+        ids, _ = _ids_of(ids_ptr, at + offset, begin, W, L, K)  # pyright: ignore[reportGeneralTypeIssues]
         is_needed = tl.max(((ids >= 0) & (ids // L == destination)).to(tl.int32), 1)
         row += tl.sum(is_needed)
     end = tl.minimum(begin + SEGMENT, num_tokens)
     for at in range(begin, end, TOKENS):
         token = at + offset
-        ids, _ = _ids_of(ids_ptr, token, end, W, L, K, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
+        ids, _ = _ids_of(ids_ptr, token, end, W, L, K)  # pyright: ignore[reportGeneralTypeIssues]
         is_needed = tl.max(((ids >= 0) & (ids // L == destination)).to(tl.int32), 1)
         place = row + tl.cumsum(is_needed, 0) - 1
         rank_ptr = row_of_rank_ptr + token.to(tl.int64) * W + destination
@@ -206,7 +200,9 @@ def count_sends(
         WORDS=num_words,
         NUM_HERE=num_local - rest.shape[1],
         TOKENS=_COUNTED_TOKENS,
-        **_constants(world_size, num_local, top_k),
+        W=world_size,
+        L=num_local,
+        K=top_k,
         num_warps=_COUNT_WARPS,
     )
 
@@ -242,16 +238,8 @@ def order_sends(
         WORDS=num_words,
         TOKENS=_TOKENS,
         SEGMENT=_SEGMENT_TOKENS,
-        **_constants(world_size, num_local, top_k),
+        W=world_size,
+        L=num_local,
+        K=top_k,
         num_warps=_WARPS,
     )
-
-
-def _constants(world_size: int, num_local: int, top_k: int) -> dict[str, int]:
-    return {
-        "W": world_size,
-        "W_LANES": next_power_of_two(world_size),
-        "L": num_local,
-        "K": top_k,
-        "K_LANES": next_power_of_two(top_k),
-    }

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.prepared import launch
 
 # Pairs that a program numbers at a time, and those of a segment, which are counted in one step; a
@@ -75,7 +74,6 @@ def _number_slots_kernel(
     ALIGNMENT: tl.constexpr,
     K: tl.constexpr,
     L: tl.constexpr,
-    L_LANES: tl.constexpr,
     GROUPS: tl.constexpr,
     PAIRS: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -86,7 +84,7 @@ def _number_slots_kernel(
     pairs 0 and 5 (rows 0, 2), so row_of_slot is 1 2 0 2 and slots_of_row 2 -1 | -1 0 | 1 3.
     """
     group, segment = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
-    lane, member = tl.arange(0, L_LANES), tl.arange(0, _GROUP_OF)
+    lane, member = tl.arange(0, triton.next_power_of_2(L)), tl.arange(0, _GROUP_OF)
     counts = tl.load(counts_ptr + lane, mask=lane < L, other=0).to(tl.int32)
     aligned = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     expert = group * _GROUP_OF + member
@@ -178,7 +176,6 @@ def number_slots(
         ALIGNMENT=expert_alignment,
         K=top_k,
         L=num_local,
-        L_LANES=next_power_of_two(num_local),
         GROUPS=num_groups,
         PAIRS=_PAIRS,
         SEGMENT=_SEGMENT_PAIRS,

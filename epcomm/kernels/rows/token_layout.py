@@ -28,7 +28,6 @@ def _write_token_layout_kernel(
     E: tl.constexpr,
     LOCAL: tl.constexpr,
     K: tl.constexpr,
-    K_LANES: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -40,7 +39,7 @@ def _write_token_layout_kernel(
     """
     program = tl.program_id(0)
     if program < W:
-        k = tl.arange(0, K_LANES)[None, :]
+        k = tl.arange(0, triton.next_power_of_2(K))[None, :]
         first, end = program * LOCAL, tl.minimum((program + 1) * LOCAL, E)
         count = tl.zeros([TOKENS], tl.int32)
         for start in tl.range(0, num_tokens, TOKENS):
@@ -80,7 +79,6 @@ def write_token_layout(
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     """
     (num_tokens, top_k), num_ranks, num_experts = topk_ids.shape, len(per_rank), len(per_expert)
-    k_lanes = next_power_of_two(top_k)
     launch(
         _write_token_layout_kernel,
         num_ranks + -(-num_experts // _EXPERTS),
@@ -89,8 +87,7 @@ def write_token_layout(
         E=num_experts,
         LOCAL=max(num_experts // num_ranks, 1),
         K=top_k,
-        K_LANES=k_lanes,
-        TOKENS=max(_PAIRS // k_lanes, 1),
+        TOKENS=max(_PAIRS // next_power_of_two(top_k), 1),
         EXPERTS=_EXPERTS,
         PAIRS=_PAIRS,
         num_warps=_WARPS,

@@ -47,20 +47,27 @@ class _LaunchAttribute(ctypes.Structure):
     _fields_ = [("id", c_int), ("_", c_int), ("value", c_int), ("_value", c_int * 15)]
 
 
-class _LaunchConfig(ctypes.Structure):
+class LaunchConfig(ctypes.Structure):
+    """The configuration that cuLaunchKernelEx takes."""
+
     _fields_ = [
-        ("sizes", c_uint32 * 7),
+        *((name, c_uint32) for name in ("grid_x", "grid_y", "grid_z")),
+        *((name, c_uint32) for name in ("block_x", "block_y", "block_z")),
+        ("shared_bytes", c_uint32),
         ("stream", c_void_p),
         ("attributes", POINTER(_LaunchAttribute)),
         ("num_attributes", c_uint32),
     ]
 
 
-# Cached, because making it takes several us.
-@lru_cache(maxsize=1024)
-def _early_config(stream: int, *sizes: int) -> _LaunchConfig:
+def launch_config(stream: int, *sizes: int, is_early: bool = True) -> LaunchConfig:
+    """Return a new configuration; sizes: of grid and block, and bytes of shared memory."""
     attribute = _LaunchAttribute(id=_STREAM_SERIALIZATION, value=1)
-    return _LaunchConfig(sizes, stream, ctypes.pointer(attribute), 1)
+    return LaunchConfig(*sizes, stream, ctypes.pointer(attribute), int(is_early))
+
+
+# Cached, because making it takes several us.
+_early_config = lru_cache(maxsize=1024)(launch_config)
 
 
 def compile_to_cubin(source: str, *, arch: str, name: str) -> bytes:

@@ -9,7 +9,7 @@ import ctypes
 import logging
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import byref, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, cast
 import torch
 from torch import Tensor
 
-from epcomm.kernels.cuda_jit import CudaError, driver
+from epcomm.kernels.cuda_jit import CudaError, driver, launch_config
 from epcomm.kernels.launch import IS_INTERPRETED
 
 _logger = logging.getLogger(__name__)
@@ -36,27 +36,6 @@ _SLOT_BYTES = 8
 _MAX_SCRATCH = 2
 # CU_POINTER_ATTRIBUTE_DEVICE_POINTER of cuda.h.
 _DEVICE_POINTER = 3
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION of cuda.h.
-_MAY_START_EARLY = 6
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = [("id", c_int), ("padding", c_int), ("value", c_uint64 * 8)]
-
-
-class _Config(ctypes.Structure):
-    _fields_ = [
-        ("grid_x", c_uint32),
-        ("grid_y", c_uint32),
-        ("grid_z", c_uint32),
-        ("block_x", c_uint32),
-        ("block_y", c_uint32),
-        ("block_z", c_uint32),
-        ("shared_bytes", c_uint32),
-        ("stream", c_void_p),
-        ("attributes", c_void_p),
-        ("num_attributes", c_uint32),
-    ]
 
 
 class CompiledKernel(Protocol):
@@ -127,22 +106,11 @@ class DirectLaunch:
             "=" + "".join(formats.get(place, "") for place in given)
         ).pack_into
         self._kinds = [_kind_of(arguments[place], types[place]) for place in given]
-        self._set_config(compiled)
-
-    def _set_config(self, compiled: CompiledKernel) -> None:
         metadata = compiled.metadata
-        self._attribute = _Attribute(id=_MAY_START_EARLY)
-        self._attribute.value[0] = 1
-        self._config = _Config(
-            grid_y=1,
-            grid_z=1,
-            block_x=32 * metadata.num_warps,
-            block_y=1,
-            block_z=1,
-            shared_bytes=metadata.shared,
-            attributes=ctypes.addressof(self._attribute),
-            num_attributes=1 if getattr(metadata, "launch_pdl", False) else 0,
-        )
+        # launch() sets the stream and the size of the grid.
+        sizes = (1, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared)
+        is_early = getattr(metadata, "launch_pdl", False)
+        self._config = launch_config(0, *sizes, is_early=is_early)
         self._fixed = (byref(self._config), c_void_p(compiled.function), self._parameters, None)
 
     def launch(self, grid: int, changing: Sequence[object]) -> bool:

@@ -50,7 +50,7 @@ class FakeDriver:
             kind.from_address(address).value
             for kind, address in zip((*kinds, ctypes.c_uint64), parameters, strict=True)
         ]
-        attribute = ctypes.c_int.from_address(fields.attributes).value
+        attribute = fields.attributes.contents.id
         launched = (fields.grid_x, fields.block_x, fields.shared_bytes, fields.stream)
         self.seen.append((function.value, launched, fields.num_attributes * attribute, values))
         return self.status

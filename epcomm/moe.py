@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ class ExpertParallelMoE(nn.Module):
     @classmethod
     def from_transformers(
         cls, block: nn.Module, group: EPGroup, config: EPConfig | None = None
-    ) -> "ExpertParallelMoE":
+    ) -> Self:
         """Spread the experts of a transformers MoE block over the group.
 
         The block is read by its structure, whatever its class, and a copy of it confirms on a few

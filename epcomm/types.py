@@ -1,11 +1,9 @@
 """Vocabulary of records, buffers and runners: wire formats, layouts, who applies weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from functools import cache
-from typing import TypeGuard, TypeVar
+from typing import Self, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,7 +75,7 @@ class WireDtype(StrEnum):
         torch_dtype: torch.dtype,
         scale_block: int | None = None,
         scale_dtype: torch.dtype | None = None,
-    ) -> WireDtype:
+    ) -> Self:
         """Make the member `value`."""
         member = str.__new__(cls, value)
         member._value_ = value
@@ -93,14 +91,14 @@ class WireDtype(StrEnum):
         return sum_dtype(self.torch_dtype)
 
     @classmethod
-    def from_torch(cls, dtype: torch.dtype) -> WireDtype:
+    def from_torch(cls, dtype: torch.dtype) -> Self:
         """Return the wire dtype of an unquantised tensor.
 
         Raises:
             ConfigError: the dtype is none of bfloat16, float16, float32, float64.
         """
-        for wire_dtype in (cls.BF16, cls.FP16, cls.FP32, cls.FP64):
-            if wire_dtype.torch_dtype == dtype:
+        for wire_dtype in cls:
+            if wire_dtype.torch_dtype == dtype and not wire_dtype.is_quantized:
                 return wire_dtype
         raise ConfigError(
             f"WireDtype.from_torch: dtype is {dtype}, expected bfloat16, float16, float32 or "
@@ -197,7 +195,7 @@ class WireFormat:
 
     @classmethod
     @cache
-    def of(cls, dtype: torch.dtype) -> WireFormat:
+    def of(cls, dtype: torch.dtype) -> Self:
         """Return the format that sends rows of `dtype` as they are."""
         return cls(dtype=WireDtype.from_torch(dtype))
 
@@ -326,7 +324,7 @@ class WireTensor:
         """The elements of a row, H."""
         return self.data.shape[-1] * self.format.dtype.per_item
 
-    def part(self, rows: slice) -> WireTensor:
+    def part(self, rows: slice) -> Self:
         """Return a view of some rows with their scales."""
         scales = None if self.scales is None else self.scales[rows]
         return replace(self, data=self.data[rows], scales=scales)

@@ -4,13 +4,11 @@ Each rank judges its own machine. With a group all ranks then take part in one e
 that has an error, after which all ranks have the same verdicts, and make the same choice or raise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.collectives.base import Scalar
@@ -72,7 +70,7 @@ class Survey:
             found |= {f"{phase}/{name}": verdict for name, verdict in each.verdicts.items()}
         return found
 
-    def of_all_ranks(self, found: Mapping[str, Availability], ranks: PlannedRanks) -> Survey:
+    def of_all_ranks(self, found: Mapping[str, Availability], ranks: PlannedRanks) -> Self:
         """Return the survey with verdicts of all ranks, and of their hosts and links."""
         phases = {}
         for phase, each in self.phases.items():

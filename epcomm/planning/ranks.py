@@ -3,10 +3,9 @@
 A group finds these facts, and a plan for other machines assumes them; the same rules decide.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from epcomm.buffers.base import Backend
 from epcomm.group import EPGroup
@@ -43,7 +42,7 @@ class PlannedRanks:
     given: HostLayout | None = None
 
     @classmethod
-    def of(cls, group: EPGroup) -> PlannedRanks:
+    def of(cls, group: EPGroup) -> Self:
         """Return the ranks of a group, without hosts and reaches, which they exchange. Local."""
         return cls(
             world_size=group.world_size,
@@ -55,13 +54,13 @@ class PlannedRanks:
         )
 
     @classmethod
-    def here(cls, world_size: int, hosts: HostLayout | None) -> PlannedRanks:
+    def here(cls, world_size: int, hosts: HostLayout | None) -> Self:
         """Return ranks on machines like this one; hosts: None for one host."""
         names = () if hosts is None else tuple(map(str, hosts.host_of_rank))
         return cls(world_size=world_size, machine=this_machine(), hosts=names)
 
     @classmethod
-    def assumed(cls, world_size: int, machine: AssumedMachine) -> PlannedRanks:
+    def assumed(cls, world_size: int, machine: AssumedMachine) -> Self:
         """Return ranks on machines that are not this one."""
         return cls(
             world_size=world_size,

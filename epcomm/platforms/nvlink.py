@@ -7,12 +7,11 @@ memory of the peer.
 Each rank reports the peers of its own GPU; the reports of all ranks are then compared.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Self
 
 import torch
 
@@ -45,7 +44,7 @@ class PeerReach:
         return json.dumps(asdict(self))
 
     @classmethod
-    def parse(cls, text: str) -> PeerReach:
+    def parse(cls, text: str) -> Self:
         values = json.loads(text)
         return cls(**values | {"reached": tuple(values["reached"])})
 

@@ -1,12 +1,10 @@
 """The experts that a rank holds: cut shares from whole tensors, and join them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +49,25 @@ class ExpertShard:
         )
 
 
+class ShardRanks(Protocol):
+    """The part of an EPGroup that expert parameters use."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def where(self) -> str:
+        """The position of this rank for messages, such as `rank 3 of 8`."""
+        ...
+
+    def announce_operation(self, name: str) -> None:
+        """Compare a call of this name with the calls of the other ranks."""
+        ...
+
+
+Owner = weakref.ref[ShardRanks]
+
+
 class ShareTensor(DTensor):
     """A tensor of all experts, of which this rank holds its own in `_local_tensor` [L, ...].
 
@@ -75,28 +92,9 @@ class ShareTensor(DTensor):
         """The position of this rank for messages, such as `rank 3 of 8`."""
         return f"rank {self.device_mesh.get_local_rank()} of {self.device_mesh.size()}"
 
-    def like_self(self, share: Tensor) -> ShareTensor:
+    def like_self(self, share: Tensor) -> Self:
         """Wrap a piece [L, ...] of any shape and dtype for the mesh of this tensor. Local."""
         raise NotImplementedError
-
-
-class ShardRanks(Protocol):
-    """The part of an EPGroup that expert parameters use."""
-
-    rank: int
-    world_size: int
-
-    @property
-    def where(self) -> str:
-        """The position of this rank for messages, such as `rank 3 of 8`."""
-        ...
-
-    def announce_operation(self, name: str) -> None:
-        """Compare a call of this name with the calls of the other ranks."""
-        ...
-
-
-Owner = weakref.ref[ShardRanks]
 
 
 @runtime_checkable

@@ -17,7 +17,6 @@ from epcomm.weights.quantized import Int8ChannelWeights
 
 # Columns of a tile: one half gate, one half up.
 TILE = 128
-_HALF = TILE // 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,17 +106,6 @@ class DispatchFFNCombineWeights(PackedWeights):
         )
 
 
-def permutation(num_columns: int) -> Tensor:
-    """Return the column in the checkpoint of each interleaved column, [2I], int64, on the CPU.
-
-    num_columns: 2I, a multiple of 128, as the limits of the operator require.
-    """
-    position = torch.arange(num_columns, device="cpu")
-    tile, inside = position // TILE, position % TILE
-    is_up, column = inside // _HALF, inside % _HALF
-    return is_up * (num_columns // 2) + _HALF * tile + column
-
-
 def interleave(tensor: Tensor, dim: int) -> Tensor:
     """Return gate and up columns along `dim` in blocks of 64, as the kernel of mode 1 reads them.
 
@@ -128,9 +116,11 @@ def interleave(tensor: Tensor, dim: int) -> Tensor:
         interleaved  g0 u0 g1 u1 g2 u2
 
     With 2I = 128 this changes nothing, and with 2I = 256 it is its own inverse; tests use 384 or
-    more. The result is contiguous, in new memory.
+    more. The result is contiguous, in new memory. 2I is a multiple of 128, as the limits of the
+    operator require.
     """
-    return tensor.index_select(dim, permutation(tensor.shape[dim]).to(tensor.device))
+    blocks = tensor.unflatten(dim, (2, -1, TILE // 2)).transpose(dim, dim + 1)
+    return _copy(blocks).flatten(dim, dim + 2)
 
 
 def bits_of_scales(scales: Tensor) -> Tensor:

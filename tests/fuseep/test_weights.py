@@ -12,7 +12,7 @@ from epcomm.fuseep.weights import (
     DispatchFFNCombineWeights,
     FusedDeepMoEWeights,
     bits_of_scales,
-    permutation,
+    interleave,
 )
 from epcomm.platforms.ascend import formats as nz
 from fakes.ascend.formats import as_nd, nz_pack
@@ -34,6 +34,11 @@ GOLDEN_NAMES = {
     "w2": "down_proj",
     "s2": "down_scale",
 }
+
+
+def permutation(num_columns: int) -> Tensor:
+    """Return the column in the checkpoint of each interleaved column."""
+    return interleave(torch.arange(num_columns), dim=0)
 
 
 def values(tensor: Tensor) -> Tensor:

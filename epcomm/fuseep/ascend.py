@@ -10,7 +10,7 @@ dispatch_ffn_combine and mega_moe: vllm-ascend. This code has not run on an NPU.
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -64,19 +64,6 @@ _CALLS: Mapping[str, Sequence[str]] = {
 # Tokens of a rank in one call of an operator: the documented limit of mode 1. Mode 2 gets no more,
 # which bounds its window and its rows.
 MAX_CALL_TOKENS = 256
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Chunk:
-    """The tokens of one call: x [N, H], ids and weights [N, K], N of 1 to max_tokens of the limits.
-
-    is_dummy: the chunk is one dummy token with weights of 0.
-    """
-
-    x: Tensor
-    topk_ids: Tensor
-    topk_weights: Tensor
-    is_dummy: bool
 
 
 class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
@@ -181,8 +168,8 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         return cls.max_call_tokens(spec) * world_size * min(spec.top_k, spec.num_local_experts)
 
     @abstractmethod
-    def _call_operator(self, chunk: _Chunk, experts: AscendPackedT) -> tuple[Tensor, Tensor]:
-        """Run one call and return y [N, H] and the computed slots of each expert, int32 [L]."""
+    def _call_operator(self, chunk: DispatchCall, experts: AscendPackedT) -> tuple[Tensor, Tensor]:
+        """Run N tokens, one or more; return y [N, H] and the slots of each expert, int32 [L]."""
 
     def prepare(self) -> None:
         self._open(self._process_group, low_latency_mode=True)
@@ -203,13 +190,12 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         has_failed = self._record(call, fault)
         is_empty = has_no_expert(ids)
         ids, weights = fill_masked_entries(ids, call.topk_weights, self._num_experts)
-        chunks = list(self._chunks(call.unquantized, ids, weights))
+        chunks = list(self._chunks(replace(call, topk_ids=ids, topk_weights=weights)))
         outputs = [self._call_operator(chunk, experts) for chunk in chunks]
         counts = torch.stack([counts for _, counts in outputs]).sum(0).to(torch.int32)
         self._count(chunks, counts)
-        parts = [y for (y, _), chunk in zip(outputs, chunks, strict=True) if not chunk.is_dummy]
-        y = torch.cat(parts) if parts else call.unquantized
-        y = y.masked_fill(is_empty, 0.0)
+        # Dummy tokens follow the tokens of the call.
+        y = torch.cat([y for y, _ in outputs])[: call.num_tokens].masked_fill(is_empty, 0.0)
         most = len(chunks) * self.max_received_rows(self._spec, self._world_size)
         return FuseEPResult(
             y=y.masked_fill(has_failed, float("nan")),
@@ -220,7 +206,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
 
     def _fused(
         self,
-        chunk: _Chunk,
+        chunk: DispatchCall,
         experts: PackedWeights,
         most: int,
         fuse_mode: object,
@@ -232,7 +218,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         form: converts tensors of experts to the form that the operator takes.
         """
         return self._buffer.fused_deep_moe(
-            x=chunk.x,
+            x=chunk.unquantized,
             topk_idx=chunk.topk_ids,
             topk_weights=chunk.topk_weights,
             gmm1_permuted_weight=form(experts.gate_up_proj),
@@ -244,35 +230,22 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
             fuse_mode=fuse_mode,
         )
 
-    def _chunks(self, x: Tensor, ids: Tensor, weights: Tensor) -> Iterator[_Chunk]:
+    def _chunks(self, call: DispatchCall) -> Iterator[DispatchCall]:
         """Yield the same number of chunks on every rank, because each call waits for all ranks."""
         most = self.limits.max_tokens or MAX_CALL_TOKENS
         for start in range(0, self._spec.max_tokens_per_rank or 0, most):
             own = slice(start, start + most)
-            if start >= x.shape[0]:
-                yield self._dummy(x, ids)
+            if start >= call.num_tokens:
+                yield self._dummy(call)
                 continue
-            yield _Chunk(
-                x=x[own].contiguous(),
-                topk_ids=ids[own].contiguous(),
-                topk_weights=weights[own].contiguous(),
-                is_dummy=False,
+            yield replace(
+                call,
+                hidden_states=call.unquantized[own].contiguous(),
+                topk_ids=call.topk_ids[own].contiguous(),
+                topk_weights=call.topk_weights[own].contiguous(),
             )
 
-    def _dummy(self, x: Tensor, ids: Tensor) -> _Chunk:
-        """Return a chunk of one token of ones with weights of 0; a row of zeros has no scale."""
-        top_k = self._spec.top_k
-        # Each rank uses different experts, so that no expert gets the dummy tokens of all ranks.
-        first = self._rank * top_k
-        experts = torch.arange(first, first + top_k, device=ids.device) % self._num_experts
-        return _Chunk(
-            x=x.new_ones(1, self._spec.hidden_size),
-            topk_ids=experts.unsqueeze(0),
-            topk_weights=torch.zeros(1, top_k, dtype=torch.float32, device=x.device),
-            is_dummy=True,
-        )
-
-    def _count(self, chunks: list[_Chunk], counts: Tensor) -> None:
+    def _count(self, chunks: list[DispatchCall], counts: Tensor) -> None:
         """Count bytes to other ranks, from the tokens sent and the slots computed."""
         ids = torch.cat([chunk.topk_ids for chunk in chunks])
         to_rank = slots_to_ranks(ids, self._num_experts, self._world_size)
@@ -308,7 +281,9 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
         slots = world_size * cls.max_call_tokens(spec) * spec.num_local_experts
         return slots * spec.hidden_size * _MODE_1_ELEMENT_BYTES * _MODE_1_COPIES
 
-    def _call_operator(self, chunk: _Chunk, experts: FusedDeepMoEWeights) -> tuple[Tensor, Tensor]:
+    def _call_operator(
+        self, chunk: DispatchCall, experts: FusedDeepMoEWeights
+    ) -> tuple[Tensor, Tensor]:
         most = self.max_call_tokens(self._spec)
         y, counts = self._fused(chunk, experts, most, self._fuse_modes.FUSED_DEEP_MOE)
         # Counts are ordered by expert, then source rank.
@@ -347,7 +322,7 @@ class MegaMoE(AscendFused[MegaMoEWeights]):
             reasons.append("cann_ops_transformer is not installed, which has the operator")
         return found.also(reasons)
 
-    def _call_operator(self, chunk: _Chunk, experts: MegaMoEWeights) -> tuple[Tensor, Tensor]:
+    def _call_operator(self, chunk: DispatchCall, experts: MegaMoEWeights) -> tuple[Tensor, Tensor]:
         most = self.max_call_tokens(self._spec)
         return self._fused(
             chunk, experts, most, self._fuse_modes.MEGA_MOE, lambda tensor: list(tensor.unbind())
@@ -383,7 +358,7 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
         return _MODE_2_ELEMENT_BYTES * rows * spec.hidden_size + _MODE_2_EXTRA_BYTES
 
     def _call_operator(
-        self, chunk: _Chunk, experts: DispatchFFNCombineWeights
+        self, chunk: DispatchCall, experts: DispatchFFNCombineWeights
     ) -> tuple[Tensor, Tensor]:
         # In this mode the argument limits the rows that a rank receives, although its name says
         # tokens of a rank, and the operator drops rows beyond it.

@@ -1,8 +1,10 @@
 """Probe and open the Ascend deep_ep, and count its bytes."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import VendorCalls
+from epcomm.calls.call import DispatchCall
 from epcomm.errors import BackendUnavailable, describe_ranks, grouped
 from epcomm.ops.slots import count_experts
 from epcomm.platforms.ascend.chip import (
@@ -113,6 +116,19 @@ class AscendCalls(VendorCalls):
                 f"{self.name}: cannot be opened, {'; '.join(faults)} (this is rank {self._rank} of "
                 f"{self._world_size})"
             )
+
+    def _dummy(self, call: DispatchCall) -> DispatchCall:
+        """Return a call of one token of ones with weights of 0; a row of zeros has no scale."""
+        top_k, device = self._spec.top_k, call.topk_ids.device
+        # Each rank has its own, so that no expert gets the dummy tokens of all ranks.
+        first = self._rank * self._spec.num_local_experts
+        experts = torch.arange(first, first + top_k, device=device) % self._num_experts
+        return replace(
+            call,
+            hidden_states=call.unquantized.new_ones(1, self._spec.hidden_size),
+            topk_ids=experts.unsqueeze(0),
+            topk_weights=torch.zeros(1, top_k, dtype=torch.float32, device=device),
+        )
 
     def _destroy(self) -> None:
         """Drop the Buffer of the package; the HCCL window belongs to the process group."""

@@ -152,18 +152,6 @@ class AscendBuffer(AscendCalls, Buffer):
         rows = call.unquantized.contiguous()
         return replace(call, hidden_states=rows, topk_ids=ids, topk_weights=weights)
 
-    def _dummy(self, call: DispatchCall) -> DispatchCall:
-        """Return a call of one token of ones with weights of 0; a row of zeros has no scale."""
-        top_k, device = self._spec.top_k, call.topk_ids.device
-        first = self._rank * self._spec.num_local_experts
-        experts = torch.arange(first, first + top_k, device=device) % self._num_experts
-        return replace(
-            call,
-            hidden_states=call.unquantized.new_ones(1, self._spec.hidden_size),
-            topk_ids=experts.unsqueeze(0),
-            topk_weights=torch.zeros(1, top_k, dtype=torch.float32, device=device),
-        )
-
     def _wire(self, received: Tensor | tuple[Tensor, Tensor]) -> WireTensor:
         """Return received rows with their scales.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any, Self
 
 import torch
@@ -23,7 +24,7 @@ from epcomm.ops.token_blocks import in_blocks
 from epcomm.placement.recorder import load_table, loads_of_ranks
 from epcomm.platforms.tracing import ranged
 from epcomm.records import ReplicaTable, TopKOutput
-from epcomm.registry import block_reader
+from epcomm.registry import BLOCK_READER
 from epcomm.routing import RoutingSpec
 from epcomm.routing.choose import choose_router, count_load
 from epcomm.routing.gates import Gate, attach_gate
@@ -111,7 +112,7 @@ class ExpertParallelMoE(nn.Module):
             ConfigError: an unknown part or attribute (the message names it), or a block whose
                 results differ from what its parts compute; on all ranks.
         """
-        return block_reader()(block, group, config)
+        return resolve_name(BLOCK_READER)(block, group, config)
 
     @property
     def routing(self) -> RoutingSpec:

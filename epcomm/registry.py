@@ -5,10 +5,9 @@ An unknown name raises ConfigError, whose message lists the valid names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pkgutil import resolve_name
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from epcomm.config import Mode
 from epcomm.errors import ConfigError
@@ -21,84 +20,74 @@ if TYPE_CHECKING:
 # The classes of each backend. Mode, slot budget and `replicated` select among them; if several can
 # serve a layer, the plan takes the first. backend="auto" tries the names in this order. nvlink,
 # which serves one host, comes before deep_ep; MEASURED_ORDER has the reason.
-BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "nvlink": (
-            "epcomm.buffers.nvlink.normal:NVLinkBuffer",
-            "epcomm.buffers.nvlink.normal:NVLinkStaticBuffer",
-            "epcomm.buffers.nvlink.low_latency:NVLinkLowLatencyBuffer",
-        ),
-        "deep_ep_v2": (
-            "epcomm.buffers.deep_ep.v2:DeepEPV2Buffer",
-            "epcomm.buffers.deep_ep.v2:DeepEPV2StaticBuffer",
-            "epcomm.buffers.deep_ep.v2:DeepEPV2LowLatencyBuffer",
-        ),
-        "deep_ep_v1": (
-            "epcomm.buffers.deep_ep.v1:DeepEPV1Buffer",
-            "epcomm.buffers.deep_ep.v1:DeepEPV1StaticBuffer",
-            "epcomm.buffers.deep_ep.v1_low_latency:DeepEPV1LowLatencyBuffer",
-        ),
-        "ascend": (
-            "epcomm.buffers.ascend.packed:AscendNormalBuffer",
-            "epcomm.buffers.ascend.packed:AscendLowLatencyBuffer",
-            "epcomm.buffers.ascend.standard:AscendStandardBuffer",
-        ),
-        "shared_memory": ("epcomm.buffers.shared_memory.buffer:SharedMemoryBuffer",),
-        "hierarchical": ("epcomm.buffers.hierarchical.buffer:HierarchicalBuffer",),
-        "collective": (
-            "epcomm.buffers.collective.all_to_all:CollectiveBuffer",
-            "epcomm.buffers.collective.all_to_all_static:StaticCollectiveBuffer",
-            "epcomm.buffers.collective.all_gather:AllGatherBuffer",
-            "epcomm.buffers.collective.replicated:ReplicatedBuffer",
-        ),
-    }
-)
+BUFFERS: Mapping[str, tuple[str, ...]] = {
+    "nvlink": (
+        "epcomm.buffers.nvlink.normal:NVLinkBuffer",
+        "epcomm.buffers.nvlink.normal:NVLinkStaticBuffer",
+        "epcomm.buffers.nvlink.low_latency:NVLinkLowLatencyBuffer",
+    ),
+    "deep_ep_v2": (
+        "epcomm.buffers.deep_ep.v2:DeepEPV2Buffer",
+        "epcomm.buffers.deep_ep.v2:DeepEPV2StaticBuffer",
+        "epcomm.buffers.deep_ep.v2:DeepEPV2LowLatencyBuffer",
+    ),
+    "deep_ep_v1": (
+        "epcomm.buffers.deep_ep.v1:DeepEPV1Buffer",
+        "epcomm.buffers.deep_ep.v1:DeepEPV1StaticBuffer",
+        "epcomm.buffers.deep_ep.v1_low_latency:DeepEPV1LowLatencyBuffer",
+    ),
+    "ascend": (
+        "epcomm.buffers.ascend.packed:AscendNormalBuffer",
+        "epcomm.buffers.ascend.packed:AscendLowLatencyBuffer",
+        "epcomm.buffers.ascend.standard:AscendStandardBuffer",
+    ),
+    "shared_memory": ("epcomm.buffers.shared_memory.buffer:SharedMemoryBuffer",),
+    "hierarchical": ("epcomm.buffers.hierarchical.buffer:HierarchicalBuffer",),
+    "collective": (
+        "epcomm.buffers.collective.all_to_all:CollectiveBuffer",
+        "epcomm.buffers.collective.all_to_all_static:StaticCollectiveBuffer",
+        "epcomm.buffers.collective.all_gather:AllGatherBuffer",
+        "epcomm.buffers.collective.replicated:ReplicatedBuffer",
+    ),
+}
 # Classes that the drop-in deep_ep opens by name; no configuration selects them.
-DROP_IN_BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "nvlink": (
-            "epcomm.buffers.nvlink.normal_row_budget:NVLinkRowBudgetBuffer",
-            "epcomm.buffers.nvlink.low_latency:NVLinkMaskedBuffer",
-        )
-    }
-)
+DROP_IN_BUFFERS: Mapping[str, tuple[str, ...]] = {
+    "nvlink": (
+        "epcomm.buffers.nvlink.normal_row_budget:NVLinkRowBudgetBuffer",
+        "epcomm.buffers.nvlink.low_latency:NVLinkMaskedBuffer",
+    )
+}
 MEASURED_ORDER = (
     "nvlink comes before deep_ep, because on 4 H200 a low-latency pair of 128 tokens took 51 us, "
     "compared with 94 us for DeepEP V1 and 68 us for V2 (docs/performance.md)"
 )
 # Names that stand for several backends, of which a machine has at most one.
-BACKEND_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"deep_ep": ("deep_ep_v2", "deep_ep_v1")}
-)
+BACKEND_GROUPS: Mapping[str, tuple[str, ...]] = {"deep_ep": ("deep_ep_v2", "deep_ep_v1")}
 # Operators that dispatch, compute and combine in one call: mode fuseep.
-FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "mega_moe": ("epcomm.fuseep.ascend:MegaMoE",),
-        "fused_deep_moe": ("epcomm.fuseep.ascend:FusedDeepMoE",),
-        "dispatch_ffn_combine": ("epcomm.fuseep.ascend:DispatchFFNCombine",),
-        "fuseep_reference": ("epcomm.fuseep.reference:FuseEPReference",),
-    }
-)
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "mega_moe": ("epcomm.fuseep.ascend:MegaMoE",),
+    "fused_deep_moe": ("epcomm.fuseep.ascend:FusedDeepMoE",),
+    "dispatch_ffn_combine": ("epcomm.fuseep.ascend:DispatchFFNCombine",),
+    "fuseep_reference": ("epcomm.fuseep.reference:FuseEPReference",),
+}
 # The function that reads blocks of transformers. Only its name is here, because it imports the
 # layer, which imports this module.
 BLOCK_READER = "epcomm.integrations.transformers:from_transformers"
-RUNNERS: Mapping[str, str] = MappingProxyType(
-    {
-        "fp8_wgmma": "epcomm.runners.fp8_wgmma:Fp8WgmmaRunner",
-        "fp8_triton": "epcomm.runners.fp8_triton:Fp8TritonRunner",
-        "deep_gemm": "epcomm.runners.deep_gemm:DeepGemmRunner",
-        "ascend": "epcomm.runners.ascend.runner:AscendRunner",
-        "ascend_swiglu": "epcomm.runners.ascend.runner:AscendSwigluRunner",
-        "ascend_nz": "epcomm.runners.ascend.nz:AscendNZRunner",
-        "ascend_swiglu_quant": "epcomm.runners.ascend.nz:AscendSwigluQuantRunner",
-        "grouped_mm": "epcomm.runners.grouped_mm:GroupedMMRunner",
-        "int8_triton": "epcomm.runners.int8_triton:Int8TritonRunner",
-        "quantized_reference": "epcomm.runners.quantized_reference:QuantizedReferenceRunner",
-        "reference": "epcomm.runners.reference:ReferenceRunner",
-        "quantized_blocks": "epcomm.runners.quantized_reference:QuantizedBlocksRunner",
-        "batch_invariant": "epcomm.runners.batch_invariant:BatchInvariantRunner",
-    }
-)
+RUNNERS: Mapping[str, str] = {
+    "fp8_wgmma": "epcomm.runners.fp8_wgmma:Fp8WgmmaRunner",
+    "fp8_triton": "epcomm.runners.fp8_triton:Fp8TritonRunner",
+    "deep_gemm": "epcomm.runners.deep_gemm:DeepGemmRunner",
+    "ascend": "epcomm.runners.ascend.runner:AscendRunner",
+    "ascend_swiglu": "epcomm.runners.ascend.runner:AscendSwigluRunner",
+    "ascend_nz": "epcomm.runners.ascend.nz:AscendNZRunner",
+    "ascend_swiglu_quant": "epcomm.runners.ascend.nz:AscendSwigluQuantRunner",
+    "grouped_mm": "epcomm.runners.grouped_mm:GroupedMMRunner",
+    "int8_triton": "epcomm.runners.int8_triton:Int8TritonRunner",
+    "quantized_reference": "epcomm.runners.quantized_reference:QuantizedReferenceRunner",
+    "reference": "epcomm.runners.reference:ReferenceRunner",
+    "quantized_blocks": "epcomm.runners.quantized_reference:QuantizedBlocksRunner",
+    "batch_invariant": "epcomm.runners.batch_invariant:BatchInvariantRunner",
+}
 
 
 def _class_name(path: str) -> str:
@@ -162,8 +151,3 @@ def _check_name(kind: str, table: Mapping[str, object], name: str) -> None:
 def _load(kind: str, table: Mapping[str, str], name: str) -> type:
     _check_name(kind, table, name)
     return resolve_name(table[name])
-
-
-def block_reader() -> Callable[..., Any]:
-    """Return from_transformers(), which makes a layer of a block; imports transformers."""
-    return resolve_name(BLOCK_READER)

@@ -14,7 +14,6 @@ ordered by the stream.
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -242,21 +241,19 @@ class AscendNormalBuffer(AscendBuffer):
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
     dispatching: ClassVar[str] = "dispatch"
     limits = staticmethod(normal_limits)
-    calls: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType(
-        {
-            "__init__": ("group",),
-            "get_dispatch_layout": ("topk_idx", "num_experts"),
-            "dispatch": (
-                "x",
-                "num_tokens_per_rank",
-                "is_token_in_rank",
-                "num_tokens_per_expert",
-                "topk_idx",
-                "topk_weights",
-            ),
-            "combine": ("x", "handle"),
-        }
-    )
+    calls: ClassVar[Mapping[str, Sequence[str]]] = {
+        "__init__": ("group",),
+        "get_dispatch_layout": ("topk_idx", "num_experts"),
+        "dispatch": (
+            "x",
+            "num_tokens_per_rank",
+            "is_token_in_rank",
+            "num_tokens_per_expert",
+            "topk_idx",
+            "topk_weights",
+        ),
+        "combine": ("x", "handle"),
+    }
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -348,19 +345,17 @@ class AscendLowLatencyBuffer(AscendBuffer):
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     dispatching: ClassVar[str] = "low_latency_dispatch"
     limits = staticmethod(low_latency_limits)
-    calls: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType(
-        {
-            "__init__": ("group", "low_latency_mode"),
-            "low_latency_dispatch": (
-                "x",
-                "topk_idx",
-                "num_max_dispatch_tokens_per_rank",
-                "num_experts",
-                "topk_weights",
-            ),
-            "low_latency_combine": ("x", "topk_idx", "topk_weights", "handle"),
-        }
-    )
+    calls: ClassVar[Mapping[str, Sequence[str]]] = {
+        "__init__": ("group", "low_latency_mode"),
+        "low_latency_dispatch": (
+            "x",
+            "topk_idx",
+            "num_max_dispatch_tokens_per_rank",
+            "num_experts",
+            "topk_weights",
+        ),
+        "low_latency_combine": ("x", "topk_idx", "topk_weights", "handle"),
+    }
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:

@@ -9,8 +9,6 @@ from epcomm.platforms.deep_ep import DeepEPKind, InstalledDeepEP
 from epcomm.platforms.machine import Answer, Machine
 from epcomm.platforms.nvlink import PeerReach
 
-# Modules of a CUDA build of torch, and triton.
-_MODULES = frozenset({"triton", "torch.distributed._symmetric_memory"})
 # The deep_ep of each backend that needs one.
 DEEP_EP_OF_BACKEND: Mapping[str, DeepEPKind] = {
     "deep_ep": DeepEPKind.V2,
@@ -39,14 +37,13 @@ class AssumedMachine:
     def machine(self) -> Machine:
         """Return the Machine of each rank. Local."""
         capability, device = self.capability, torch.device(self.device_type)
-        modules = _MODULES if capability is not None else frozenset[str]()
         found = self.deep_ep
         deep_ep = None if found is None else InstalledDeepEP(kind=found, has_legacy_buffer=True)
         return Machine(
             find_version=lambda distribution: None,
             run_program=lambda program: Answer(error=f"{self.name} is assumed and runs nothing"),
             environment={},
-            has_module=lambda name: name in modules,
+            has_module=lambda name: name == "triton" and capability is not None,
             find_deep_ep=lambda: deep_ep,
             has_library=lambda load: capability is not None,
             has_cuda=lambda: capability is not None,

@@ -70,16 +70,6 @@ def importing_triton(caller: str) -> Iterator[None]:
         ) from error
 
 
-def symmetric_memory_reasons(machine: Machine) -> list[str]:
-    """List why a process cannot open memory of its peers; empty if it can. Local.
-
-    platforms.nvlink finds the peers of a device.
-    """
-    if machine.has_module("torch.distributed._symmetric_memory"):
-        return []
-    return ["this torch has no symmetric memory; install 2.11 or newer"]
-
-
 def compute_capability(device: torch.device | None = None) -> tuple[int, int] | None:
     """Return (major, minor) of a CUDA device, by default the current; None for other devices."""
     if device is not None and device.type != "cuda":

@@ -21,7 +21,7 @@ from epcomm.calls.faults import DeviceFaults
 from epcomm.calls.order import Calls
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, describe_ranks
 from epcomm.kernels.nvlink.common.exchange import LayoutT, PeerBlocks
-from epcomm.platforms.cuda import cuda_reasons, symmetric_memory_reasons, triton_reasons
+from epcomm.platforms.cuda import cuda_reasons, triton_reasons
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import NUM_BUFFERS, BatchFlags
 from epcomm.spec import Availability, BufferSpec
@@ -75,7 +75,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
     def probe(cls, machine: Machine) -> Availability:
         # Which peers the device reaches depends on the ranks; planning checks it (needs_nvlink).
         return Availability.judge(
-            missing=[*triton_reasons(machine), *symmetric_memory_reasons(machine)],
+            missing=triton_reasons(machine),
             command="pip install --upgrade 'torch>=2.11' triton",
             absent=cuda_reasons(machine),
             needs="NVIDIA GPUs of one host that NVLink joins",

@@ -46,12 +46,7 @@ from epcomm.kernels.nvlink.normal.collect import collect_rows
 from epcomm.kernels.nvlink.normal.combine import combine_rows
 from epcomm.kernels.nvlink.normal.dispatch import dispatch_rows, limits_of, prepare
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange
-from epcomm.platforms.cuda import (
-    COPY_ENGINE,
-    cuda_reasons,
-    symmetric_memory_reasons,
-    triton_reasons,
-)
+from epcomm.platforms.cuda import COPY_ENGINE, cuda_reasons, triton_reasons
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags, FaultCode, fault_byte, pack_status
 from epcomm.records import ExchangePlan
@@ -81,7 +76,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
     def probe(cls, machine: Machine) -> Availability:
         nvrtc = [] if machine.has_library(nvrtc_is_installed) else ["NVRTC is not installed"]
         return Availability.judge(
-            missing=[*triton_reasons(machine), *symmetric_memory_reasons(machine), *nvrtc],
+            missing=[*triton_reasons(machine), *nvrtc],
             command="pip install --upgrade 'torch>=2.11' triton nvidia-cuda-nvrtc",
             absent=cuda_reasons(machine) or COPY_ENGINE.lacking(machine.capability(None)),
             needs=f"NVIDIA GPUs of one host that NVLink joins, of {COPY_ENGINE}",

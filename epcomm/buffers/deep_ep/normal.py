@@ -273,10 +273,13 @@ class DeepEPBuffer(VendorCalls, Buffer, Generic[HandleT]):
             return rows, None
         self._check_open()
         assert isinstance(exchange_plan, DeepEPExchangePlan), "an exchange plan of this buffer"
-        if rows_per is RowsPer.SLOT:
-            rows = self._rows_of_slots(rows, exchange_plan, slot_weights)
-        has_failed = exchange_plan.has_failed
-        if has_failed is not None and exchange_plan.slots_by_row is not None:
+        has_failed, members = exchange_plan.has_failed, exchange_plan.slots_by_row
+        if rows_per is RowsPer.SLOT and members is not None:
+            rows = reduce_rows(rows, members, slot_weights)
+        elif rows_per is RowsPer.SLOT and slot_weights is not None:
+            # Each slot is a row, and the package sums those of a token.
+            rows = (rows.float() * slot_weights.unsqueeze(1)).to(rows.dtype)
+        if has_failed is not None and members is not None:
             # The other ranks do not know that nothing was computed for them.
             rows = rows.masked_fill(has_failed, float("nan"))
         y, scalars = self._return(rows.contiguous(), exchange_plan.handle, row_scalars)
@@ -285,18 +288,6 @@ class DeepEPBuffer(VendorCalls, Buffer, Generic[HandleT]):
         if has_failed is not None:
             y = y.masked_fill(has_failed, float("nan"))
         return y, scalars
-
-    @staticmethod
-    def _rows_of_slots(
-        rows: Tensor, exchange_plan: DeepEPExchangePlan, slot_weights: Tensor | None
-    ) -> Tensor:
-        """Return one row for each row that the package expects back."""
-        if exchange_plan.slots_by_row is not None:
-            return reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
-        # Each slot is a row, and the package sums those of a token.
-        if slot_weights is None:
-            return rows
-        return (rows.float() * slot_weights.unsqueeze(1)).to(rows.dtype)
 
     def _destroy(self) -> None:
         self._buffer.destroy()

@@ -95,17 +95,13 @@ def low_latency_bytes(max_tokens: int, hidden_size: int, num_experts: int) -> in
 
     Source: deep_ep, csrc/config.hpp, LowLatencyLayout and get_low_latency_rdma_size_hint.
     """
-    scale_bytes, combine_bytes = low_latency_scale_bytes(hidden_size), combine_bytes_of(hidden_size)
+    scale_bytes = low_latency_scale_bytes(hidden_size)
+    combine_bytes = 2 * hidden_size + scale_bytes
     dispatch_bytes = MESSAGE_HEADER_BYTES + max(2 * hidden_size, hidden_size + scale_bytes)
     send = max(max_tokens * dispatch_bytes, num_experts * max_tokens * combine_bytes)
     receive = num_experts * max_tokens * max(dispatch_bytes, combine_bytes)
     total = 2 * (send + receive + align_up(4 * num_experts, _ALIGNMENT_BYTES))
     return (total + _ALIGNMENT_BYTES) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
-
-
-def combine_bytes_of(hidden_size: int) -> int:
-    """Return the bytes of a combine message of V1: a bfloat16 row and its scales."""
-    return 2 * hidden_size + low_latency_scale_bytes(hidden_size)
 
 
 def low_latency_scale_bytes(hidden_size: int) -> int:

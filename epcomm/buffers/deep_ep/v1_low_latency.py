@@ -113,8 +113,16 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             reasons.append(f"has at most {_MAX_LOCAL_EXPERTS} experts a rank")
         if world_size > _HOST_RANKS and world_size % _HOST_RANKS:
             reasons.append(f"serves whole hosts of {_HOST_RANKS} ranks, not {world_size} ranks")
-        if spec.max_tokens_per_rank is not None:
-            reasons += _token_reasons(spec, world_size)
+        if spec.max_tokens_per_rank is None:
+            return tuple(reasons)
+        capacity = _rank_capacity(spec, world_size) * world_size
+        if spec.dispatch_format.dtype is WireDtype.FP8_E4M3 and capacity % 4:
+            reasons.append("FP8 rows need max_tokens_per_rank * ranks to be a multiple of 4")
+        num_bytes = message_bytes(spec, world_size)
+        if num_bytes >= _MAX_MESSAGE_BYTES:
+            reasons.append(
+                f"needs {num_bytes} B for messages, and takes less than {_MAX_MESSAGE_BYTES} B"
+            )
         return tuple(reasons)
 
     @classmethod
@@ -328,19 +336,6 @@ def _rank_capacity(spec: BufferSpec, world_size: int) -> int:
     assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
     unit = spec.expert_alignment // gcd(spec.expert_alignment, world_size)
     return align_up(spec.max_tokens_per_rank, unit)
-
-
-def _token_reasons(spec: BufferSpec, world_size: int) -> list[str]:
-    """Return the reasons why the package cannot serve max_tokens_per_rank; empty if it can."""
-    reasons, capacity = [], _rank_capacity(spec, world_size) * world_size
-    if spec.dispatch_format.dtype is WireDtype.FP8_E4M3 and capacity % 4:
-        reasons.append("FP8 rows need max_tokens_per_rank * ranks to be a multiple of 4")
-    num_bytes = message_bytes(spec, world_size)
-    if num_bytes >= _MAX_MESSAGE_BYTES:
-        reasons.append(
-            f"needs {num_bytes} B for messages, and takes less than {_MAX_MESSAGE_BYTES} B"
-        )
-    return reasons
 
 
 def message_bytes(spec: BufferSpec, world_size: int) -> int:

@@ -23,7 +23,7 @@ from epcomm.buffers.sizes import Region, max_slots_of
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.faults import assume_all_need_grad
 from epcomm.config import Mode
-from epcomm.ops.slots import aligned_counts
+from epcomm.ops.slots import aligned_counts, mark_pairs
 from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.deep_ep_package import WITH_ELASTIC_BUFFER, format_reasons
 from epcomm.records import SlotIndex
@@ -115,7 +115,7 @@ class DeepEPV2Buffer(DeepEPBuffer[ElasticHandle]):
             weights=weights,
             host_counts=tuple(handle.num_recv_tokens_per_expert_list),
             handle=handle,
-            rows_to_rank=_ranks_needed(ids, self._spec.num_local_experts, self._world_size),
+            rows_to_rank=mark_pairs(ids // self._spec.num_local_experts, self._world_size).sum(0),
             rows_from_rank=self._rows_from_ranks(handle),
         )
 
@@ -200,10 +200,3 @@ def _is_received(handle: ElasticHandle, num_rows: int) -> Tensor:
     """Return which of R rows arrived, [R], bool."""
     num_received = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
     return torch.arange(num_rows, device=num_received.device) < num_received
-
-
-def _ranks_needed(topk_ids: Tensor, num_local: int, world_size: int) -> Tensor:
-    """Count the tokens that need each rank, [W], int64, on the device. Host sync: none."""
-    ranks = torch.where(topk_ids < 0, world_size, topk_ids // num_local)
-    needs = ranks.new_zeros(topk_ids.shape[0], world_size + 1)
-    return needs.scatter_(1, ranks, 1).sum(0)[:world_size]

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.buffers.deep_ep.rows import combine_bytes_of
 from fakes.deep_ep.limits import require
 from fakes.deep_ep.strict_v1.low_latency_checks import check_bytes
 from fakes.deep_ep.undefined import poison, undefined
 
 # Results that may wait for their combine: the real package has two buffers.
 _MAX_RESULTS = 2
-# Elements take two bytes each, in the strides of the buffer for zero_copy.
-_BF16_BYTES = 2
+# A row of the buffer for zero_copy ends with a float32 scale for each 128 elements, as messages do;
+# a scale is as long as two elements.
+_SCALE_BLOCK, _SCALE_ELEMENTS = 128, 2
 # Bits of a layout range below its beginning.
 _COUNT_BITS = 32
 
@@ -155,7 +155,7 @@ class LowLatencyState:
         src_info, _, max_tokens, hidden_size, num_experts = handle
         num_ranks = self._group.size()
         place = self._num_calls % 2
-        width = combine_bytes_of(hidden_size) // _BF16_BYTES
+        width = hidden_size + hidden_size // _SCALE_BLOCK * _SCALE_ELEMENTS
         shape = (num_experts // num_ranks, num_ranks * max_tokens, width)
         buffer = self._combine_buffers[place]
         if buffer is None or buffer.shape != shape:

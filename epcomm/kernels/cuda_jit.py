@@ -230,7 +230,11 @@ def nvrtc_is_installed() -> bool:
 
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    for candidate in _nvrtc_candidates():
+    major = (torch.version.cuda or "").partition(".")[0]
+    names = [f"libnvrtc.so.{version}" for version in dict.fromkeys((major, "13", "12")) if version]
+    in_wheels = [path for name in names for path in nvidia_libraries(name)]
+    # Then those on the loader's path.
+    for candidate in (*in_wheels, *names, "libnvrtc.so"):
         try:
             # NVRTC loads its builtins by name alone, which works once they are loaded here.
             for builtins in sorted(Path(candidate).parent.glob("libnvrtc-builtins.so.*[0-9]")):
@@ -246,14 +250,6 @@ def _nvrtc() -> ctypes.CDLL:
         "compile_to_cubin: libnvrtc was not found; install the CUDA build of torch, or "
         "nvidia-cuda-nvrtc"
     )
-
-
-def _nvrtc_candidates() -> list[str]:
-    """Return paths of NVRTC: in wheels, torch's major version first, then the loader's path."""
-    major = (torch.version.cuda or "").partition(".")[0]
-    names = [f"libnvrtc.so.{version}" for version in dict.fromkeys((major, "13", "12")) if version]
-    in_wheels = [path for name in names for path in nvidia_libraries(name)]
-    return [*in_wheels, *names, "libnvrtc.so"]
 
 
 @cache

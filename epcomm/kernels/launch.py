@@ -49,15 +49,12 @@ class DeviceLimits:
         return max(1, min(most, capacity if self.major in _READ_SHARED else capacity + 1))
 
 
+@cache
 def device_limits(device: torch.device) -> DeviceLimits:
     """Return the limits of a GPU, or the default limits where kernels are interpreted."""
-    return DeviceLimits() if device.type != "cuda" else _device_limits(device)
-
-
-@cache
-def _device_limits(device: torch.device) -> DeviceLimits:
     capability, usual = compute_capability(device), DeviceLimits()
-    assert capability is not None, "a CUDA device"
+    if capability is None:
+        return usual
     shared_bytes = shared_bytes_of(device) or usual.shared_bytes
     return DeviceLimits(shared_bytes=shared_bytes, major=capability[0])
 

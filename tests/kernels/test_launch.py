@@ -4,7 +4,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from epcomm.kernels import launch
 from epcomm.kernels.launch import DeviceLimits, device_limits
 
 KB = 1024
@@ -32,9 +31,9 @@ def test_stages_are_those_that_fit(
 def test_device_is_asked_for_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(major=12, minor=0, shared_memory_per_block_optin=99 * KB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    launch._device_limits.cache_clear()
+    device_limits.cache_clear()
     assert device_limits(torch.device("cuda", 0)) == DeviceLimits(shared_bytes=99 * KB, major=12)
     del found.shared_memory_per_block_optin
     assert device_limits(torch.device("cuda", 1)) == DeviceLimits(shared_bytes=227 * KB, major=12)
-    launch._device_limits.cache_clear()
+    device_limits.cache_clear()
     assert device_limits(torch.device("cpu")) == DeviceLimits()

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import IS_INTERPRETED, device_limits
-from epcomm.kernels.quantize.fp8 import _e4m3_code
+from epcomm.kernels.quantize.fp8 import _E4M3_MAX, _RECIPROCAL_OF_MAX, _e4m3_code
 
 # Number of elements of a row, and of rows and of columns of a matrix, that share a scale.
 BLOCK = 128
@@ -30,8 +30,6 @@ BLOCK = 128
 # rows that do not exist.
 _FEW_SLOTS = 48
 
-_E4M3_MAX = tl.constexpr(448.0)
-_RECIPROCAL_OF_MAX = tl.constexpr(0.0022321429569274187)
 _AMAX_FLOOR = tl.constexpr(1e-4)
 _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 

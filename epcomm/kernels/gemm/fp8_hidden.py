@@ -13,14 +13,11 @@ from torch import Tensor
 from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile
 from epcomm.kernels.launch import EXACT, warps_for
 from epcomm.kernels.prepared import launch
-from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
+from epcomm.kernels.quantize.fp8 import _E8M0_NAN, _NAN_BITS, has_e4m3, quantize_blocks
 
 _TILE_ROWS = 32
 # Eight programs of four warps on each of the 132 SMs of an H200 hide the latency of its memory.
 _MAX_PROGRAMS = 1056
-
-_E8M0_NAN = tl.constexpr(0xFF)
-_NAN_BITS = tl.constexpr(0x7FC00000)
 
 
 @triton.jit(do_not_specialize=["scales_stride", "expert_stride"])

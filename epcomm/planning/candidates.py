@@ -297,16 +297,11 @@ def _digest_of(path: str | Path) -> str:
 def _combine(records: Sequence[Mapping[str, Scalar]], key: str) -> Availability:
     """Return the verdict of all ranks; a reason names its rank, unless all ranks have the same."""
     texts = [str(record.get(key, "unknown to this version")) for record in records]
-    if len(set(texts)) == 1:
-        reasons = [line for line in texts[0].split("\n") if line]
-    else:
-        reasons = [
-            f"rank {rank}: {line}"
-            for rank, text in enumerate(texts)
-            for line in text.split("\n")
-            if line
-        ]
-    return Availability(ok=not reasons, reasons=tuple(reasons))
+    named = [("", texts[0])]
+    if len(set(texts)) > 1:
+        named = [(f"rank {rank}: ", text) for rank, text in enumerate(texts)]
+    reasons = tuple(f"{name}{line}" for name, text in named for line in text.splitlines())
+    return Availability(ok=not reasons, reasons=reasons)
 
 
 def _unequal_machines(records: Sequence[Mapping[str, Scalar]], key: str) -> list[str]:

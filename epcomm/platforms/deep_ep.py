@@ -98,7 +98,8 @@ def deep_ep_in(folder: Path) -> InstalledDeepEP:
     The classes and functions in its sources determine its kind. V2, the Hybrid branch and the
     package for Ascend also have the Buffer of V1.
     """
-    names = _defined_names(folder)
+    sources = (path.read_text("utf-8", errors="replace") for path in folder.rglob("*.py"))
+    names = {name for source in sources for found in _NAMES.findall(source) for name in found}
     return InstalledDeepEP(
         kind=_kind_of(names),
         has_legacy_buffer="Buffer" in names,
@@ -155,9 +156,3 @@ def _advice_for(name: str) -> str:
     if name in _V1_WRITES:
         return "deep_ep V1 overwrites it for all users of NVSHMEM in the process"
     return next((text for prefix, text in _READERS.items() if name.startswith(prefix)), "")
-
-
-def _defined_names(folder: Path) -> set[str]:
-    """Return the names of classes, functions, methods and enum members in a package's sources."""
-    sources = (path.read_text("utf-8", errors="replace") for path in folder.rglob("*.py"))
-    return {name for source in sources for found in _NAMES.findall(source) for name in found}

@@ -11,7 +11,6 @@ copy, and the write persists on that rank.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from epcomm.errors import ShapeError
+from epcomm.errors import ShapeError, grouped
 from epcomm.sharding.shards import (
     ExpertShard,
     Owner,
@@ -265,9 +264,9 @@ def _reduced(
     reduce: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
     """Reduce one number of each local piece over the ranks, with one message for all numbers."""
-    by_mesh: dict[tuple[DeviceMesh, torch.dtype], list[int]] = defaultdict(list)
-    for place, expert in experts.items():
-        by_mesh[expert._spec.mesh, results[place].dtype].append(place)
+    by_mesh = grouped(
+        ((expert._spec.mesh, results[place].dtype), place) for place, expert in experts.items()
+    )
     whole = list(results)
     for (mesh, _), places in by_mesh.items():
         parts = _over_ranks(torch.stack([results[place] for place in places]), mesh)

@@ -142,10 +142,9 @@ def _read(
     if num_experts == shard.num_experts and not is_share:
         if is_cut_by_fsdp(parameter):
             return cut_as(value, parameter)
-        share = cut_share(value, shard)
-        return _wrapped(parameter, share) if is_expert_tensor(parameter) else share
+        return _wrapped(parameter, cut_share(value, shard))
     if is_share:
-        return value if not hasattr(parameter, "device_mesh") else _wrapped(parameter, value)
+        return _wrapped(parameter, value)
     raise ShapeError(
         f"load_state_dict: {name} holds {num_experts} experts as an ordinary tensor, and nothing "
         f"says which ({group.where}); expected all {shard.num_experts}, from gather_state_dict(), "
@@ -171,10 +170,12 @@ def _read_dtensor(
             "pass what gather_state_dict() returned"
         )
     # The mesh of the value may be an unpickled one, and not the mesh of the parameter.
-    return value.to_local() if is_plain else _wrapped(parameter, value.to_local())
+    return _wrapped(parameter, value.to_local())
 
 
 def _wrapped(parameter: Tensor, share: Tensor) -> Tensor:
+    if not hasattr(parameter, "device_mesh"):
+        return share
     share = share.detach()
     if not parameter.is_meta:
         share = share.to(parameter.device)

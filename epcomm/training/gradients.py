@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from epcomm.collectives.base import Collectives
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, grouped
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.placement.expert_placement import ExpertPlacement
@@ -48,10 +48,7 @@ def sum_replicated_gradients(model: nn.Module, group: EPGroup) -> None:
 
 
 def _sum_gradients(parameters: Iterable[nn.Parameter], group: EPGroup, *, phase: str) -> None:
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    for same in by_dtype.values():
+    for same in grouped((parameter.dtype, parameter) for parameter in parameters).values():
         flat = torch.cat([_local_gradient(parameter).flatten() for parameter in same])
         total = _sum_over_ranks(flat, group.collectives, phase=phase)
         parts = total.split([piece_of(parameter).numel() for parameter in same])

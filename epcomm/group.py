@@ -15,7 +15,7 @@ from epcomm.calls.header import CallKind, operation_sign
 from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.collectives.staged import StagedCollectives
-from epcomm.errors import BackendUnavailable, ConfigError, HandleError, PickleRefused
+from epcomm.errors import BackendUnavailable, ConfigError, HandleError, PickleRefused, grouped
 from epcomm.registry import buffer_class, fused_class
 from epcomm.spec import BufferSpec, HostLayout
 
@@ -201,11 +201,8 @@ class EPGroup:
 
     def traffic(self) -> dict[str, BufferTraffic]:
         """Return the bytes that this rank has sent to other ranks, by backend; {} after close()."""
-        sent: dict[str, BufferTraffic] = {}
-        for backend in self._backends.values():
-            name = backend.name
-            sent[name] = sent.get(name, BufferTraffic()) + backend.traffic()
-        return sent
+        of_backend = grouped((each.name, each.traffic()) for each in self._backends.values())
+        return {name: sum(sent, BufferTraffic()) for name, sent in of_backend.items()}
 
     def _open(
         self,

@@ -92,11 +92,11 @@ class SlotIndex:
     is_dense: all C slots are in use: no padding, no unused tail.
     """
 
-    row_of_slot: Tensor | None
-    slots_of_row: Tensor | None
+    row_of_slot: Tensor | None = None
+    slots_of_row: Tensor | None = None
     num_tokens_per_expert: Tensor
     first_slot: Tensor
-    host_num_tokens_per_expert: tuple[int, ...] | None
+    host_num_tokens_per_expert: tuple[int, ...] | None = None
     expert_alignment: int = 1
     is_dense: bool = False
 

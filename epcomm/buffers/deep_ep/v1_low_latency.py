@@ -271,12 +271,9 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         has_failed: Tensor,
     ) -> Dispatched:
         index = SlotIndex(
-            row_of_slot=None,
-            slots_of_row=None,
             num_tokens_per_expert=counts,
             first_slot=self._expert_capacity
             * torch.arange(len(counts) + 1, dtype=torch.int32, device=counts.device),
-            host_num_tokens_per_expert=None,
             expert_alignment=self._spec.expert_alignment,
         )
         sent = count_experts(ids, self._num_experts).view(self._world_size, -1).sum(1)

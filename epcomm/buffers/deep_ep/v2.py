@@ -185,11 +185,8 @@ class DeepEPV2LowLatencyBuffer(DeepEPV2StaticBuffer):
         ends = received.handle.psum_num_recv_tokens_per_expert
         starts = F.pad(aligned_counts(ends, alignment), (1, 0))
         index = SlotIndex(
-            row_of_slot=None,
-            slots_of_row=None,
             num_tokens_per_expert=(ends - starts[:-1]).to(torch.int32),
             first_slot=starts.to(torch.int32),
-            host_num_tokens_per_expert=None,
             expert_alignment=alignment,
         )
         flags = assume_all_need_grad(call.flags)

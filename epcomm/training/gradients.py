@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from epcomm.collectives.base import Collectives
 from epcomm.errors import ConfigError, grouped
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
@@ -50,9 +49,15 @@ def sum_replicated_gradients(model: nn.Module, group: EPGroup) -> None:
 def _sum_gradients(parameters: Iterable[nn.Parameter], group: EPGroup, *, phase: str) -> None:
     for same in grouped((parameter.dtype, parameter) for parameter in parameters).values():
         flat = torch.cat([_local_gradient(parameter).flatten() for parameter in same])
-        total = _sum_over_ranks(flat, group.collectives, phase=phase)
-        parts = total.split([piece_of(parameter).numel() for parameter in same])
-        for parameter, part in zip(same, parts, strict=True):
+        # Reduce-scatter and all-gather: the sums are bit-equal on all ranks.
+        size, world_size, collectives = flat.shape[0], group.world_size, group.collectives
+        padded = torch.nn.functional.pad(flat, (0, -size % world_size))
+        padded = padded.view(world_size, padded.shape[0] // world_size)
+        parts = collectives.all_to_all(padded, phase=phase)
+        total = parts.to(sum_dtype(flat.dtype)).sum(dim=0).to(flat.dtype)
+        total = collectives.all_gather(total, phase=phase).flatten()[:size]
+        sizes = [piece_of(parameter).numel() for parameter in same]
+        for parameter, part in zip(same, total.split(sizes), strict=True):
             _set_gradient(parameter, part)
 
 
@@ -208,13 +213,3 @@ def _set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad = parameter.like_self(gradient.view_as(piece_of(parameter)))
     else:
         parameter.grad = gradient.view_as(parameter)
-
-
-def _sum_over_ranks(flat: Tensor, collectives: Collectives, *, phase: str) -> Tensor:
-    """Sum [N] over the ranks by reduce-scatter and all-gather, bit-equal on all ranks."""
-    world_size = collectives.world_size
-    share = -(-flat.shape[0] // world_size)
-    padded = torch.nn.functional.pad(flat, (0, share * world_size - flat.shape[0]))
-    parts = collectives.all_to_all(padded.view(world_size, share), phase=phase)
-    total = parts.to(sum_dtype(flat.dtype)).sum(dim=0).to(flat.dtype)
-    return collectives.all_gather(total, phase=phase).flatten()[: flat.shape[0]]

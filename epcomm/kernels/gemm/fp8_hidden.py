@@ -13,7 +13,9 @@ from torch import Tensor
 from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile
 from epcomm.kernels.launch import EXACT, warps_for
 from epcomm.kernels.prepared import launch
-from epcomm.kernels.quantize.fp8 import _E8M0_NAN, _NAN_BITS, has_e4m3, quantize_blocks
+from epcomm.kernels.quantize.fp8 import _E8M0_NAN, has_e4m3, quantize_blocks
+from epcomm.kernels.quantize.int8 import _NAN_BITS
+from epcomm.kernels.rows.tiles import movable
 
 _TILE_ROWS = 32
 # Eight programs of four warps on each of the 132 SMs of an H200 hide the latency of its memory.
@@ -114,21 +116,13 @@ def hidden_fp8(
     assert not (is_packed and slot_weights is not None), "exponents have no fraction"
     num_experts, inner_size = counts.shape[0], out_codes.shape[-1]
     capacity = 0 if first_slot is not None else gate_up.shape[1]
+    strides = (out_scales.stride(-1), out_scales.stride(0) if capacity else 0)
     num_slots = gate_up.shape[:-1].numel()
     num_tiles = (-(-num_slots // _TILE_ROWS) + num_experts) * (inner_size // BLOCK)
     launch(
         _hidden_fp8_kernel,
         min(num_tiles, _MAX_PROGRAMS),
-        (
-            gate_up,
-            counts,
-            first_slot,
-            slot_weights,
-            out_codes.view(torch.uint8),
-            out_scales,
-            out_scales.stride(-1),
-            out_scales.stride(0) if capacity else 0,
-        ),
+        (gate_up, counts, first_slot, slot_weights, movable(out_codes), out_scales, *strides),
         INNER=inner_size,
         CAPACITY=capacity,
         IS_POWER_OF_TWO=is_power_of_two or is_packed,

@@ -24,7 +24,8 @@ from epcomm.kernels.launch import (
     warps_for,
 )
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch, launch
-from epcomm.kernels.quantize.int8 import round_half_even
+from epcomm.kernels.quantize.int8 import _INFINITY_BITS, _MAGNITUDE_MASK, _NAN_BITS, round_half_even
+from epcomm.kernels.rows.tiles import movable
 from epcomm.platforms.cuda import compute_capability
 from epcomm.types import ROW_SCALE_BYTES, WireDtype, WireFormat, WireTensor
 
@@ -42,9 +43,6 @@ _RECIPROCAL_OF_MAX = tl.constexpr(0.0022321429569274187)
 _FRACTION_MASK = tl.constexpr(0x7FFFFF)
 _AMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)
 _ROW_AMAX_FLOOR = tl.constexpr(2688 * 2.0**-120)
-_MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
-_NAN_BITS = tl.constexpr(0x7FC00000)
 _E8M0_NAN = tl.constexpr(0xFF)
 # 2**-127, which e8m0 stores as 0, is a subnormal float32.
 _LEAST_POWER_BITS = tl.constexpr(0x400000)
@@ -248,20 +246,12 @@ def quantize_floats_triton(hidden_states: Tensor, wire: WireTensor) -> None:
         )
     if num_rows == 0:
         return
+    strides = (hidden_states.stride(0), codes.stride(0), scales.stride(0))
     blocks_of_program, prepared = _prepared(
-        hidden_states.dtype,
-        hidden_states.device,
-        hidden_size,
-        (hidden_states.stride(0), codes.stride(0), scales.stride(0)),
-        wire.format,
+        hidden_states.dtype, hidden_states.device, hidden_size, strides, wire.format
     )
-    prepared(
-        -(-num_blocks // blocks_of_program),
-        hidden_states,
-        codes.view(torch.uint8),
-        scales.view(torch.uint8) if scales.itemsize == 1 else scales,
-        num_blocks,
-    )
+    num_programs = -(-num_blocks // blocks_of_program)
+    prepared(num_programs, hidden_states, movable(codes), movable(scales), num_blocks)
 
 
 # Decoding quantises rows of the same form in every call; making the constants takes host time.
@@ -397,12 +387,7 @@ def restore_triton(wire: WireTensor) -> Tensor:
     launch(
         _restore_kernel,
         -(-num_blocks // tile_blocks),
-        (
-            codes.view(torch.uint8),
-            scales.view(torch.uint8) if scales.itemsize == 1 else scales,
-            out,
-            num_blocks,
-        ),
+        (movable(codes), movable(scales), out, num_blocks),
         HIDDEN=hidden_size,
         BLOCK=scale_block,
         CODES_STRIDE=codes.stride(0),

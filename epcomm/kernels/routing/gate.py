@@ -352,26 +352,18 @@ def route_tokens(
         return ids, weights
     num_programs = -(-num_tokens // _constants_of(form)["TOKENS"])
     tables: tuple[Tensor | None, ...] = (None, None, None)
+    first = most_replicas = 0
     if replicas is not None:
         tables = (replicas.replicas, replicas.num_replicas, replicas.calls)
+        first, most_replicas = replicas.first, replicas.replicas.shape[1]
     is_early = num_programs <= _MAX_EARLY_PROGRAMS
     overlap = overlapping(logits.device) if is_early else {"OVERLAPS": False}
     launch(
         _route_tokens_kernel,
         num_programs,
-        (
-            logits,
-            bias,
-            load,
-            *tables,
-            ids,
-            weights,
-            logical_ids,
-            num_tokens,
-            0 if replicas is None else replicas.first,
-        ),
+        (logits, bias, load, *tables, ids, weights, logical_ids, num_tokens, first),
         STRIDE=row_stride(logits),
-        REPLICAS=0 if replicas is None else replicas.replicas.shape[1],
+        REPLICAS=most_replicas,
         LOAD_COPIES=1 if load is None else load.shape[0],
         **overlap,
         **_constants_of(form),

@@ -118,21 +118,12 @@ def scatter_tokens(tokens: Parts, row_of_rank: Tensor, rows: Parts) -> None:
     top_k = 1 if ids is None else ids.shape[1]
     num_scales = 1 if scales is None else scales.shape[1]
     tile = tile_of(hidden_size, x.itemsize)
+    sent = (movable(x), movable(scales), ids, weights)
+    received = (movable(data), movable(row_scales), row_ids, row_weights)
     launch(
         _scatter_tokens_kernel,
         tile.programs(num_tokens),
-        (
-            movable(x),
-            None if scales is None else movable(scales),
-            ids,
-            weights,
-            row_of_rank,
-            movable(data),
-            None if row_scales is None else movable(row_scales),
-            row_ids,
-            row_weights,
-            num_tokens,
-        ),
+        (*sent, row_of_rank, *received, num_tokens),
         X_STRIDE=row_stride(x),
         ROWS_STRIDE=_stride_of(data),
         HIDDEN=hidden_size,

@@ -89,13 +89,9 @@ def _count_sends_kernel(
     if program == 0:
         is_rank = lane < W
         zeros = tl.zeros(lane.shape, tl.int64)
-        tl.store(word_ptr, zeros + kind, mask=is_rank)
-        tl.store(word_ptr + 1, zeros + check, mask=is_rank)
-        tl.store(word_ptr + 2, zeros + buffer, mask=is_rank)
-        tl.store(word_ptr + 3, zeros + dispatcher, mask=is_rank)
-        tl.store(word_ptr + 4, zeros + batch, mask=is_rank)
-        tl.store(word_ptr + 5, zeros + number, mask=is_rank)
-        tl.store(word_ptr + 6, zeros + size, mask=is_rank)
+        words = (kind, check, buffer, dispatcher, batch, number, size)
+        for place in tl.static_range(len(words)):
+            tl.store(word_ptr + place, zeros + words[place], mask=is_rank)
         tl.store(word_ptr + FLAGS_AT, zeros + flags, mask=is_rank)
         # If all ids are valid, the word stays zero; otherwise a program that finds a wrong id
         # writes it.

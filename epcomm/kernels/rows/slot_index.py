@@ -151,26 +151,14 @@ def number_slots(
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     """
     num_rows, top_k = ids.shape
-    row_of_slot, slots_of_row, slot_weights, num_tokens, first_slot = tables
+    row_of_slot, _, _, num_tokens, _ = tables
     num_local, num_pairs = num_tokens.shape[0], num_rows * top_k
     num_groups = -(-num_local // _GROUP)
     num_segments = max(1, -(-num_pairs // _SEGMENT_PAIRS))
     launch(
         _number_slots_kernel,
         num_groups * num_segments,
-        (
-            ids,
-            weights,
-            counts,
-            row_of_slot,
-            slots_of_row,
-            slot_weights,
-            num_tokens,
-            first_slot,
-            num_pairs,
-            row_of_slot.shape[0],
-            first_expert,
-        ),
+        (ids, weights, counts, *tables, num_pairs, row_of_slot.shape[0], first_expert),
         IDS_STRIDE=ids.stride(0) if num_rows > 1 else top_k,
         WEIGHTS_STRIDE=top_k if weights is None or num_rows < 2 else weights.stride(0),
         ALIGNMENT=expert_alignment,

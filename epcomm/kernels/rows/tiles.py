@@ -1,12 +1,14 @@
 """Choose the part of a matrix of rows that one program copies or sums."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 
+RowsT = TypeVar("RowsT", Tensor, Tensor | None)
 # 4 warps move 8 KiB: each thread has four accesses of 16 bytes in flight, and the 128 threads leave
 # an SM space for as many programs as hide the latency of its memory.
 WARPS = 4
@@ -35,9 +37,9 @@ def tile_of(width: int, itemsize: int) -> Tile:
     return Tile(rows=rows, columns=columns, per_row=max(1, -(-width // columns)))
 
 
-def movable(rows: Tensor) -> Tensor:
+def movable(rows: RowsT) -> RowsT:
     """Return a view that Triton can load and store: elements of one byte as uint8."""
-    return rows.view(torch.uint8) if rows.itemsize == 1 else rows
+    return rows.view(torch.uint8) if rows is not None and rows.itemsize == 1 else rows
 
 
 def row_stride(rows: Tensor) -> int:

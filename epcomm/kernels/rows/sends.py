@@ -17,6 +17,8 @@ _TOKENS, _WARPS = 512, 8
 _SEGMENT_TOKENS = 1024
 # A count needs no scan, and many small programs hide the latency of their atomics.
 _COUNTED_TOKENS, _COUNT_WARPS = 32, 4
+# The first words of a header.
+_WORDS = ("kind", "check", "buffer", "dispatcher", "batch", "number", "size", "fault", "flags")
 
 
 @triton.jit
@@ -36,20 +38,7 @@ def _ids_of(
     return tl.where(is_wrong, -1, ids).to(tl.int32), is_wrong
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens",
-        "kind",
-        "check",
-        "buffer",
-        "dispatcher",
-        "batch",
-        "number",
-        "size",
-        "fault",
-        "flags",
-    ]
-)
+@triton.jit(do_not_specialize=["num_tokens", *_WORDS])
 def _count_sends_kernel(
     ids_ptr: tl.tensor,
     header_ptr: tl.tensor,

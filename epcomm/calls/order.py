@@ -108,6 +108,8 @@ class Calls:
         self._board: HeaderBoard | None = None
         # Runs begun calls; None if the transport cannot, and in a part of a group.
         self.transfers: Transfers | None = None
+        # Why the transport cannot run begun calls; '' if it can, and before open_transfers().
+        self.cannot_begin = ""
         # The number of the next call, equal on all ranks.
         self.next_batch = 1
         self._buffers: list[str] = []
@@ -133,9 +135,10 @@ class Calls:
 
         Collective: yes, the first time.   Host sync: yes.
         """
-        is_alone = self.world_size == 1
-        if self.transfers is None and not is_alone and self.collectives.separate():
-            self.transfers = Transfers(self.names.where)
+        if self.transfers is None and not self.cannot_begin and self.world_size > 1:
+            self.cannot_begin = self.collectives.separate()
+            if not self.cannot_begin:
+                self.transfers = Transfers(self.names.where)
 
     def settle(self) -> None:
         """Wait for the calls begun so far, before another call of the group. Local."""

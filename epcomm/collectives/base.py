@@ -108,15 +108,16 @@ class Collectives(ABC):
         for part in self._parts.values():
             part.limit_waits(timeout_s)
 
-    def separate(self) -> bool:
+    def separate(self) -> str:
         """Move all exchanges to connections that only this object uses, if that is possible.
 
-        Returns: whether exchanges may run on another thread than the collectives that other code
-            runs on the same ranks, in any order relative to them.
+        Returns: '' if exchanges may run on another thread than the collectives that other code runs
+            on the same ranks, in any order relative to them; otherwise the reason why not. Equal on
+            all ranks.
 
         Collective: yes.   Host sync: yes.
         """
-        return False
+        return f"{type(self).__name__} has no connections of its own"
 
     def split(self, parts: Sequence[Sequence[int]], *, scope: str) -> Collectives:
         """Return the collectives of the part that contains this rank.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import accumulate
+from threading import Lock
 
 import torch
 from mpi4py import MPI
@@ -49,8 +50,9 @@ class MpiCollectives(Collectives):
     constructor waits for no rank, and close() frees it. After an EPTimeout the duplicate is
     unusable, but not the caller's communicator: new MpiCollectives make another duplicate.
 
-    Call from one thread at a time. If several MpiCollectives share a communicator, all ranks must
-    use them for the first time in the same order.
+    Call from one thread at a time, which need not be the same; without MPI_THREAD_MULTIPLE no other
+    may use MPI. If several MpiCollectives share a communicator, all ranks must use them for the
+    first time in the same order.
     """
 
     def __init__(self, communicator: MPI.Comm, *, whole: MpiCollectives | None = None) -> None:
@@ -88,6 +90,21 @@ class MpiCollectives(Collectives):
         self._requests: list[MPI.Request] = []  # requests of the current exchange
         self._is_broken = False
         self._is_closed = False
+        # Held during an exchange, in which another thread may call close().
+        self._in_use = Lock()
+
+    def separate(self) -> str:
+        # The duplicate has no other users.
+        record = {"level": MPI.Query_thread()}
+        found = self.gather_records(record, phase="comparing the thread levels of MPI")
+        lacking = [r for r, each in enumerate(found) if each["level"] != MPI.THREAD_MULTIPLE]
+        if not lacking:
+            return ""
+        ranks = self.names.describe(lacking)
+        return (
+            f"MPI was initialised without MPI_THREAD_MULTIPLE on {ranks}; set "
+            'mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported'
+        )
 
     def _make_part(self, ranks: Sequence[int]) -> MpiCollectives:
         phase = "splitting the communicator"
@@ -129,12 +146,21 @@ class MpiCollectives(Collectives):
         return gathered
 
     def close(self) -> None:
-        """Free the duplicate, unless MPI may still use it after a timeout. Local, idempotent."""
+        """Free the duplicate, unless MPI may still use it after a timeout. Local, idempotent.
+
+        If another thread is in an exchange, that thread frees it at the end.
+        """
         super().close()
         self._is_closed = True
+        self._free_if_idle()
+
+    def _free_if_idle(self) -> None:
+        if not self._in_use.acquire(blocking=False):
+            return
         if self._duplicate is not None and not self._is_broken and not MPI.Is_finalized():
             self._duplicate.Free()
             self._duplicate = None
+        self._in_use.release()
 
     def _counts(self, splits: Sequence[int] | None, num_rows: int) -> list[int]:
         if splits is None:
@@ -160,10 +186,13 @@ class MpiCollectives(Collectives):
         self, post: Callable[[MPI.Intracomm], MPI.Request], row: MPI.Datatype, phase: str
     ) -> None:
         try:
-            duplicate = self._open(phase)
-            self._finish(lambda: self._step_of(post(duplicate)), phase + self.scope)
+            with self._in_use:
+                duplicate = self._open(phase)
+                self._finish(lambda: self._step_of(post(duplicate)), phase + self.scope)
         finally:
-            row.Free()  # MPI keeps the communicator while an exchange still uses it.
+            row.Free()  # MPI keeps the type while an exchange still uses it.
+            if self._is_closed:
+                self._free_if_idle()
 
     def _open(self, phase: str) -> MPI.Intracomm:
         """Return the duplicate of the communicator; the first collective makes it."""

@@ -74,12 +74,12 @@ class TorchDistCollectives(Collectives):
         super().close()
         self.process_group = self._group = None
 
-    def separate(self) -> bool:
+    def separate(self) -> str:
         if self.bounded is None:
-            return False
+            return super().separate()
         if self._group is self.process_group:
             self._group = _connected(self, self._open_group(), range(self.world_size))
-        return True
+        return ""
 
     def _make_part(self, ranks: Sequence[int]) -> Collectives:
         self._open_group()

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,6 +155,26 @@ def test_close_frees_what_the_group_made_and_nothing_else(ep_ranks: MPI.Comm) ->
         assert_works(lender)
     EPGroup(ep_ranks).close()  # unused
     assert ep_ranks.allgather(1) == [1, 1]
+
+
+@pytest.mark.mpi_ranks(2)
+def test_a_thread_that_exchanges_frees_what_close_could_not(ep_ranks: MPI.Comm) -> None:
+    group = EPGroup(ep_ranks)
+    assert_works(group)
+    mine, collectives = torch.tensor(group.rank), group.collectives
+    with ThreadPoolExecutor(1) as threads:
+        if group.rank == 1:
+            ep_ranks.recv(source=0)
+        gathering = threads.submit(collectives.all_gather, mine)
+        if group.rank == 0:
+            while not collectives._in_use.locked():
+                time.sleep(0.001)
+            group.close(after_error=True)
+            assert collectives._duplicate is not None
+            ep_ranks.send(None, 1)
+        assert gathering.result().tolist() == [0, 1]
+    group.close()
+    assert collectives._duplicate is None
 
 
 @pytest.mark.mpi_ranks(NUM_RANKS)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -25,10 +26,15 @@ from epcomm import (
     TopKOutput,
 )
 from epcomm.buffers.collective.all_to_all import RowsBuffer, SendPlan
+from epcomm.spec import HostLayout
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, make_weights
 from tests.cases.recorder import LIMIT_S, Recorder
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 BACKENDS = ("collective", "shared_memory")
+NUM_HOSTS = 2
 # Rank 0 has no tokens.
 BATCH = BatchSpec(
     tokens_of_rank=lambda rank, world_size: 3 * rank,
@@ -68,8 +74,11 @@ class Rank:
 
 
 @contextmanager
-def rank_over(backend: str) -> Iterator[Rank]:
-    with EPGroup() as group:
+def rank_over(backend: str, ranks: MPI.Comm | None = None) -> Iterator[Rank]:
+    with EPGroup(ranks) as group:
+        if backend == "hierarchical":
+            size = group.world_size
+            group.hosts = HostLayout.of([rank * NUM_HOSTS // size for rank in range(size)])
         yield Rank(group, backend)
 
 
@@ -86,9 +95,12 @@ def gradients(
 
 
 @pytest.mark.ranks(1, 2, 4)
+@pytest.mark.mpi_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_begun_calls_return_the_bits_of_calls(backend: str, num_ranks: int) -> None:
-    with rank_over(backend) as rank:
+def test_begun_calls_return_the_bits_of_calls(
+    backend: str, num_ranks: int, ep_ranks: MPI.Comm | None
+) -> None:
+    with rank_over(backend, ep_ranks) as rank:
         rank.check_usable()
         found = gradients(rank, rank.batch, rank.begun)
         expected = gradients(rank, rank.batch, rank.layer)
@@ -112,30 +124,49 @@ class Beside(torch.autograd.Function):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.mpi_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_are_sent_while_the_caller_computes(
-    backend: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, monkeypatch: pytest.MonkeyPatch, ep_ranks: MPI.Comm | None
 ) -> None:
+    check_rows_are_sent(backend, 1, monkeypatch, ep_ranks)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.mpi_ranks(4)
+def test_rows_are_sent_between_and_inside_hosts_while_the_caller_computes(
+    monkeypatch: pytest.MonkeyPatch, ep_ranks: MPI.Comm | None
+) -> None:
+    check_rows_are_sent("hierarchical", 2, monkeypatch, ep_ranks)
+
+
+def check_rows_are_sent(
+    backend: str, exchanges: int, monkeypatch: pytest.MonkeyPatch, ranks: MPI.Comm | None
+) -> None:
+    """Check that all exchanges of each call end on the thread, before the call is waited for."""
     recorder = Recorder(monkeypatch)
-    with rank_over(backend) as rank:
-        batch = make_batch(BATCH, 1, 2)
+    with rank_over(backend, ranks) as rank:
+        # Each rank has enough tokens to send some to every other.
+        spec = replace(BATCH, tokens_of_rank=lambda rank, world_size: 32)
+        batch = make_batch(spec, rank.group.rank, rank.group.world_size)
         x, leaf = batch.x.clone().requires_grad_(), torch.ones(2, requires_grad=True)
 
         begun = rank.dispatcher.dispatch_async(x, batch.topk)
-        beside = Beside.apply(leaf, lambda: recorder.compute_until("combine", 2))
-        recorder.compute_until("dispatch", 1)
+        beside = Beside.apply(leaf, lambda: recorder.compute_until("combine", 2 * exchanges))
+        recorder.compute_until("dispatch", exchanges)
+        assert rank.group.traffic()[backend].dispatch_bytes > 0
         out = begun.wait()
 
         begun_sums = rank.dispatcher.combine_async(rank.results(out))
-        beside += Beside.apply(leaf, lambda: recorder.compute_until("cached_dispatch", 1))
-        recorder.compute_until("combine", 1)
+        beside += Beside.apply(leaf, lambda: recorder.compute_until("cached_dispatch", exchanges))
+        recorder.compute_until("combine", exchanges)
+        assert rank.group.traffic()[backend].combine_bytes > 0
         y = begun_sums.wait()
 
         (y.sum() + beside.sum()).backward()
-        assert recorder.ended == {"dispatch": 1, "combine": 2, "cached_dispatch": 1}
+        kinds = {"dispatch": 1, "combine": 2, "cached_dispatch": 1}
+        assert recorder.ended == {kind: exchanges * each for kind, each in kinds.items()}
         assert recorder.on_caller == 0
-        assert rank.group.traffic()[backend].dispatch_bytes > 0
-        assert rank.group.traffic()[backend].combine_bytes > 0
         assert x.grad is not None
 
 
@@ -197,13 +228,14 @@ def test_backward_of_a_call_follows_the_calls_begun_before(backend: str) -> None
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.mpi_ranks(2)
 @pytest.mark.parametrize("next_call", ["dispatch", "combine", "close"])
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])
 @pytest.mark.parametrize("droppers", [(0,), (0, 1)], ids=["rank 0", "all ranks"])
 def test_a_call_that_is_never_waited_for_is_reported(
-    kind: str, next_call: str, droppers: tuple[int, ...]
+    kind: str, next_call: str, droppers: tuple[int, ...], ep_ranks: MPI.Comm | None
 ) -> None:
-    with EPGroup() as group, torch.no_grad():
+    with EPGroup(ep_ranks) as group, torch.no_grad():
         rank = Rank(group, "collective")
         dispatcher, x, topk = rank.dispatcher, rank.batch.x, rank.batch.topk
         results = [rank.results(dispatcher.dispatch(x, topk)) for _ in range(2)]
@@ -267,12 +299,30 @@ def test_close_does_not_wait_for_calls_that_it_cancels() -> None:
     group.close()
 
 
+@pytest.mark.mpi_ranks(2)
+def test_without_threads_of_mpi_wait_makes_the_call(
+    monkeypatch: pytest.MonkeyPatch, ep_ranks: MPI.Comm
+) -> None:
+    from mpi4py import MPI
+
+    if ep_ranks.Get_rank() == 1:
+        monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    recorder = Recorder(monkeypatch)
+    with rank_over("collective", ep_ranks) as rank:
+        assert not rank.dispatcher.is_asynchronous
+        reason = "because MPI was initialised without MPI_THREAD_MULTIPLE on rank 1; set mpi4py.rc"
+        assert f"begun calls: made in wait(), {reason}" in rank.layer.explain()
+        rank.check_usable()
+        assert recorder.on_caller == recorder.ended.total() == 4
+
+
 @pytest.mark.ranks(2)
+@pytest.mark.mpi_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_failure_on_the_thread_is_raised_by_wait_on_all_ranks(
-    backend: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, monkeypatch: pytest.MonkeyPatch, ep_ranks: MPI.Comm | None
 ) -> None:
-    with rank_over(backend) as rank:
+    with rank_over(backend, ep_ranks) as rank:
         headers, failures = SendPlan.headers, [OSError("no memory")]
 
         def fail_once(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

@@ -76,7 +76,7 @@ def trace(calls: Mapping[str, Callable[[], object]], group: EPGroup) -> list[Eve
         who = {"ph": "X", "pid": f"rank {group.rank}", "tid": track, "name": name}
         events.append({**who, "ts": start_us, "dur": us})
 
-    def begin(call: Callable[[], T], name: str) -> Pending[T]:
+    def begin(call: Callable[[], T], name: str, **options: bool) -> Pending[T]:
         """Begin a call that adds its event: the profiler records only the caller's thread."""
 
         def recorded() -> T:
@@ -86,7 +86,7 @@ def trace(calls: Mapping[str, Callable[[], object]], group: EPGroup) -> list[Eve
             finally:
                 add(name, "transfers", start_us, time.time_ns() / 1e3 - start_us)
 
-        return begin_call(recorded, name)
+        return begin_call(recorded, name, **options)
 
     with ExitStack() as stack:
         transfers = group.calls.transfers

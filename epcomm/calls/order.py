@@ -150,14 +150,20 @@ class Calls:
         return None if self.transfers is None else self.transfers.take_unfinished()
 
     def begin(
-        self, call: Callable[[], T], report: Report | None = None, *, name: str
+        self,
+        call: Callable[[], T],
+        report: Report | None = None,
+        *,
+        name: str,
+        must_wait: bool = True,
     ) -> Pending[T]:
         """Begin `call` on the thread of transfers, after the calls begun before; see announced().
 
-        name: the call in words for messages.
+        name, must_wait: see Transfers.begin().
         """
         assert self.transfers is not None, "only a group with transfers begins calls"
-        return self.transfers.begin(partial(self.announced, call, report), name)
+        announced = partial(self.announced, call, report)
+        return self.transfers.begin(announced, name, must_wait=must_wait)
 
     def split(
         self, parts: Sequence[Sequence[int]], *, scope: str, counts_calls: bool = False

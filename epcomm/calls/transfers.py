@@ -52,21 +52,24 @@ class Transfers:
         # The error of a call whose Pending was dropped, until the next call reports it.
         self._unfinished: HandleError | None = None
 
-    def begin(self, call: Callable[[], T], name: str) -> Pending[T]:
+    def begin(self, call: Callable[[], T], name: str, *, must_wait: bool = True) -> Pending[T]:
         """Run `call` on the thread, after the calls begun before; wait() returns its result.
 
         Its tensors must not be written until wait() returns.
 
         name: the call in words for messages, such as `dispatch of dispatcher 2`.
+        must_wait: it is an error to drop the Pending without wait().
         """
         number, is_inference = next(self._numbers), torch.is_inference_mode_enabled()
         try:
             future = self._executor.submit(copy_context().run, self._run, call, is_inference)
         except RuntimeError as error:
             raise self._closed_error(name) from error
-        self.last, self._begun[number] = future, name
+        self.last = future
         pending = Pending(partial(self._take, future, number, name))
-        weakref.finalize(pending, self._drop, number).atexit = False
+        if must_wait:
+            self._begun[number] = name
+            weakref.finalize(pending, self._drop, number).atexit = False
         return pending
 
     def settle(self) -> None:

@@ -271,7 +271,8 @@ class _Wait(torch.autograd.Function):
         transfer: _Transfer[object] = ctx.transfer  # type: ignore[attr-defined]
         assert transfer.calls is not None, "only a group with transfers begins calls"
         send, name = partial(transfer.send, *gradients), f"backward of {transfer.name}"
-        transfer.pending = transfer.calls.begin(send, name=name)
+        # If an error ends backward before the first Function, the caller gets that error.
+        transfer.pending = transfer.calls.begin(send, name=name, must_wait=False)
         return None, None, gradients[0].new_zeros(0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -297,6 +298,26 @@ def test_close_does_not_wait_for_calls_that_it_cancels() -> None:
     may_go_on.set()
     assert running.wait()
     group.close()
+
+
+@pytest.mark.ranks(2)
+def test_an_error_of_other_code_in_backward_leaves_the_group_usable(group: EPGroup) -> None:
+    rank = Rank(group, "collective")
+    leaf = torch.ones(2, requires_grad=True)
+
+    def fail() -> None:
+        raise ValueError("not finite")
+
+    out = rank.dispatcher.dispatch(rank.batch.x.requires_grad_(), rank.batch.topk)
+    begun = rank.dispatcher.combine_async(rank.results(out))
+    beside = Beside.apply(leaf, fail)
+    y = begun.wait()
+    with pytest.raises(ValueError, match="not finite"):
+        (y.sum() + beside.sum()).backward()
+    # Collect the call that backward has begun and not waited for.
+    del out, begun, beside, y
+    gc.collect()
+    rank.check_usable()
 
 
 @pytest.mark.mpi_ranks(2)

@@ -14,6 +14,7 @@ from epcomm import EPConfig, EPError, EPGroup, ExpertParallelExperts, TopKOutput
 from epcomm.dispatchers.dispatcher import Dispatcher
 from epcomm.experts import PipelinePath
 from epcomm.quantization import quantize
+from epcomm.spec import HostLayout
 from epcomm.testing.data import BatchSpec, holed_ids, make_batch, make_weights
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
@@ -29,7 +30,10 @@ SPEC = BatchSpec(
     hidden_size=16,
     num_local_experts=2,
 )
-CONFIG = EPConfig(mode="normal", max_tokens_per_rank=64)
+MAX_TOKENS = 64
+CONFIG = EPConfig(mode="normal", max_tokens_per_rank=MAX_TOKENS)
+# The mistakes of a rank in one chunk.
+PARTS = ("experts", "dispatch", "ids", "capacity")
 
 
 def layer_of(group: EPGroup, spec: BatchSpec = SPEC, **changes: Any) -> ExpertParallelExperts:  # noqa: ANN401
@@ -155,21 +159,48 @@ def test_gradients_of_experts_are_computed_while_those_of_rows_are_returned(
 
 
 @pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.mpi_ranks(NUM_RANKS)
 @pytest.mark.parametrize("failing", range(NUM_CHUNKS))
-@pytest.mark.parametrize("part", ["experts", "dispatch", "ids"])
+@pytest.mark.parametrize("part", PARTS)
 def test_an_error_in_one_chunk_is_raised_on_all_ranks(
-    part: str, failing: int, monkeypatch: pytest.MonkeyPatch
+    part: str, failing: int, group: EPGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with EPGroup() as group, torch.no_grad():
-        layer = layer_of(group, chunks=NUM_CHUNKS)
+    check_error(group, "collective", part, failing, monkeypatch)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("backend", ["shared_memory", "hierarchical"])
+@pytest.mark.parametrize("part", PARTS)
+def test_an_error_in_one_chunk_is_raised_on_all_ranks_of_hosts(
+    part: str, backend: str, group: EPGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "hierarchical":
+        group.hosts = HostLayout.of([0, 0, 1, 1])
+    check_error(group, backend, part, 1, monkeypatch)
+
+
+def check_error(
+    group: EPGroup, backend: str, part: str, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that a mistake of rank 1 in chunk `failing` leaves the group usable."""
+    with torch.no_grad():
+        layer = layer_of(group, backend=backend, chunks=NUM_CHUNKS)
         spec = replace(SPEC, tokens_of_rank=lambda rank, size: 2 * NUM_CHUNKS)
         x, topk = inputs_of(layer, spec)
         y = layer(x, topk)
         error: type[Exception] = EPError
-        bad = topk
+        x_bad, bad = x, topk
         if group.rank == 1 and part == "ids":
             bad = replace(topk, topk_ids=topk.topk_ids.clone())
             bad.topk_ids[2 * failing] = 1000
+        elif group.rank == 1 and part == "capacity":
+            # The chunks up to this one have a token too many.
+            num_tokens = NUM_CHUNKS * MAX_TOKENS + 1 + failing
+            x_bad = x[:1].repeat(num_tokens, 1)
+            bad = TopKOutput(
+                topk_ids=topk.topk_ids[:1].repeat(num_tokens, 1),
+                topk_weights=topk.topk_weights[:1].repeat(num_tokens, 1),
+            )
         elif group.rank == 1:
             owner: Any = PipelinePath if part == "experts" else layer.phases.prefill
             name = "_run_experts" if part == "experts" else "_prepare"
@@ -184,8 +215,8 @@ def test_an_error_in_one_chunk_is_raised_on_all_ranks(
 
             monkeypatch.setattr(owner, name, fail_once)
             error = OSError
-        with pytest.raises(error):
-            layer(x, bad)
+        with pytest.raises(error, match="no memory" if error is OSError else "rank 1"):
+            layer(x_bad, bad)
         monkeypatch.undo()
         assert torch.equal(layer(x, topk), y)
 

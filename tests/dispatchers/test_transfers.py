@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +25,7 @@ from epcomm import (
     RowsDispatchOutput,
     TopKOutput,
 )
-from epcomm.buffers.collective.all_to_all import RowsBuffer, SendPlan
+from epcomm.buffers.collective.all_to_all import SendPlan
 from epcomm.spec import HostLayout
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, make_weights
 from tests.cases.recorder import LIMIT_S, Recorder
@@ -169,30 +168,6 @@ def check_rows_are_sent(
         assert recorder.ended == {kind: exchanges * each for kind, each in kinds.items()}
         assert recorder.on_caller == 0
         assert x.grad is not None
-
-
-@pytest.mark.ranks(2)
-def test_collectives_of_the_caller_run_beside_calls_in_flight(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rank 1 sends its rows after its all-reduce, and rank 0 before it."""
-    with rank_over("collective") as rank:
-        may_send, dispatch = Event(), RowsBuffer.dispatch
-
-        def late(*args: Any) -> Any:  # noqa: ANN401
-            assert may_send.wait(LIMIT_S)
-            return dispatch(*args)
-
-        if rank.group.rank == 1:
-            monkeypatch.setattr(RowsBuffer, "dispatch", late)
-        begun = rank.dispatcher.dispatch_async(rank.batch.x, rank.batch.topk)
-        ones = torch.ones(1000)
-        dist.all_reduce(ones)
-        may_send.set()
-        assert (ones == 2).all()
-        rank.dispatcher.combine(rank.results(begun.wait()))
-        monkeypatch.undo()
-        rank.check_usable()
 
 
 @pytest.mark.ranks(2)

@@ -6,8 +6,10 @@ ranks' losses, as data parallelism does.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE, TopKOutput, idle_step
+from epcomm.buffers.collective.all_to_all import RowsBuffer
+from epcomm.dispatchers.dispatcher import Dispatcher
 from epcomm.sharding.shards import cut_share, expert_shards, is_expert_tensor, sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
@@ -31,10 +35,11 @@ from epcomm.training.gradients import (
     sum_expert_gradients,
     sum_replicated_gradients,
 )
-from tests.cases.blocks import HIDDEN, qwen3_moe
+from tests.cases.blocks import BLOCKS, HIDDEN, qwen3_moe
 from tests.cases.expert_models import TOP_K, InOneProcess, OverRanks
 from tests.cases.expert_models import tokens as expert_tokens
 from tests.cases.meshes import mesh_of
+from tests.cases.recorder import LIMIT_S
 
 NUM_RANKS = 2
 # Numbers of ranks for tests that depend on the order of sums, or on several groups of experts.
@@ -129,6 +134,58 @@ def test_expert_gradients_scaled_by_one_over_w_match_a_mean_over_ranks(
     wrapped = WRAPPERS[wrapper](model)
     wrapped(tokens(group.rank).to(group.device)).backward()
     check(wrapped, group, expected_gradients())
+
+
+def shared_in_ddp(moe: nn.Module) -> nn.Module:
+    ignore_experts_in_ddp(moe)
+    return DistributedDataParallel(moe, bucket_cap_mb=1e-6)
+
+
+def shared_in_fsdp(moe: nn.Module) -> nn.Module:
+    fully_shard(moe.get_submodule("shared_expert"))
+    return moe
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("wrap", [shared_in_ddp, shared_in_fsdp])
+def test_chunks_are_in_flight_while_other_gradients_are_reduced(
+    wrap: Callable[[nn.Module], nn.Module], group: EPGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # After the first step DDP reduces each gradient as soon as it is computed.
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
+    world, combine, num_before = dist.group.WORLD, RowsBuffer.combine, None
+    assert world is not None
+    late_calls: list[int] = []
+
+    def late(*args: Any, **options: Any) -> Any:  # noqa: ANN401
+        """Return gradients of rows after DDP or FSDP has begun a collective in this backward."""
+        if options.get("row_scalars") is not None and num_before is not None:
+            deadline_s = time.monotonic() + LIMIT_S
+            while world._get_sequence_number_for_group() == num_before:
+                assert time.monotonic() < deadline_s, "collectives wait for chunks"
+                time.sleep(1e-3)
+            late_calls.append(num_before)
+        return combine(*args, **options)
+
+    monkeypatch.setattr(RowsBuffer, "combine", late)
+    found = []
+    for chunks in (None, 2):
+        with monkeypatch.context() as patch:
+            if chunks is None:
+                patch.setattr(Dispatcher, "is_asynchronous", False)
+            config = EPConfig(backend="collective", chunks=chunks)
+            model = wrap(ExpertParallelMoE.from_transformers(BLOCKS["qwen2_moe"](), group, config))
+            for step in range(2):
+                model.zero_grad()
+                loss = model(tokens(group.rank).requires_grad_()).square().mean()
+                if chunks and step == 1:
+                    num_before = world._get_sequence_number_for_group()
+                loss.backward()
+        grads = [each.grad for each in model.parameters()]
+        found.append([each.to_local() if isinstance(each, DTensor) else each for each in grads])
+    assert len(late_calls) == 2
+    for one, other in zip(*found, strict=True):
+        assert relative_error(one, other) <= FP32_TOLERANCE
 
 
 @pytest.mark.ranks(NUM_RANKS)

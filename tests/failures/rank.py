@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,10 +98,21 @@ def _lose(scenario: Scenario, group: EPGroup, folder: Path) -> tuple[str, float,
                 _meet_fault(scenario, folder)
             wait_start_s = time.monotonic()
 
+    exchange = group.collectives.all_to_all
+
+    def exchange_rows(*args: Any, phase: str, **options: Any) -> torch.Tensor:  # noqa: ANN401
+        come_to(f"within {phase}", exchange_fault_phase)
+        return exchange(*args, phase=phase, **options)
+
+    group.collectives.all_to_all = exchange_rows
+    exchange_fault_phase: str | None = None
+
     def call(fault_phase: str | None) -> None:
+        nonlocal exchange_fault_phase
+        exchange_fault_phase = fault_phase
         come_to("dispatch", fault_phase)
         if scenario.begins:
-            assert dispatcher.is_asynchronous, "CPU ranks over gloo"
+            assert dispatcher.is_asynchronous, "CPU ranks over gloo or MPI"
             out = dispatcher.dispatch_async(x, topk).wait()
         else:
             out = dispatcher.dispatch(x, topk)

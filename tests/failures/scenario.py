@@ -32,7 +32,8 @@ class Scenario:
         be on two hosts.
     fault: what happens to the lost ranks; a late rank arrives after all others have timed out.
         Hosts are killed with all their processes, or unplugged.
-    phase: the phase that the lost ranks do not reach.
+    phase: the phase that the lost ranks do not reach. `within` names an exchange of rows, after the
+        headers of its call: a begun call is then between begin and wait.
     store_host: the rank that answers for the store of the process group; None: another process, as
         under torchrun; of several hosts it is on the first.
     destroys: ranks destroy the process group before they end.
@@ -42,7 +43,14 @@ class Scenario:
     """
 
     fault: Literal["killed", "stopped", "late", "unplugged"]
-    phase: Literal["dispatch", "combine", "backward"]
+    phase: Literal[
+        "dispatch",
+        "combine",
+        "backward",
+        "within dispatch rows",
+        "within combine",
+        "within backward of dispatch",
+    ]
     transport: Literal["gloo", "mpi", "shared_memory", "hierarchical", "hierarchical_mpi"] = "gloo"
     lost_ranks: tuple[int, ...] = (2,)
     store_host: int | None = None
@@ -58,7 +66,7 @@ class Scenario:
         end = "" if self.destroys else "-undestroyed"
         on_hosts = "" if self.num_hosts == 1 else f"-hosts{self.num_hosts}"
         begun = "-begun" if self.begins else ""
-        call = f"{self.transport}-{self.fault}-{self.phase}{begun}"
+        call = f"{self.transport}-{self.fault}-{self.phase.replace(' ', '_')}{begun}"
         return f"{call}-rank{ranks}{host}{end}{on_hosts}"
 
     def host_of(self, rank: int) -> int:

@@ -31,6 +31,9 @@ PHASE_NAMES = {
     "dispatch": "dispatch counts",
     "combine": "combine calls",
     "backward": "backward of combine calls",
+    "within dispatch rows": "dispatch rows",
+    "within combine": "combine",
+    "within backward of dispatch": "backward of dispatch",
 }
 MATRIX = [
     Scenario(fault=fault, phase=phase)
@@ -49,7 +52,13 @@ OTHERS = [
     Scenario(fault="killed", phase="dispatch", begins=True),
     Scenario(fault="stopped", phase="combine", begins=True),
     Scenario(fault="killed", phase="backward", begins=True),
+    Scenario(fault="killed", phase="within dispatch rows", begins=True),
+    Scenario(fault="killed", phase="within combine", begins=True),
+    Scenario(fault="killed", phase="within backward of dispatch", begins=True),
+    Scenario(transport="mpi", fault="killed", phase="within dispatch rows", begins=True),
+    Scenario(transport="mpi", fault="killed", phase="backward", begins=True),
     Scenario(transport="shared_memory", fault="stopped", phase="combine", begins=True),
+    Scenario(transport="shared_memory", fault="killed", phase="backward", begins=True),
     Scenario(fault="stopped", phase="combine", lost_ranks=(1,), destroys=False),
     Scenario(fault="killed", phase="combine", lost_ranks=(1, 3)),
     # The store of the process group is lost with the rank, or a survivor serves it.
@@ -86,6 +95,14 @@ HOSTS = [
         transport="hierarchical", fault="killed", phase="combine", lost_ranks=(0, 1), num_hosts=2
     ),
     # A single rank: one rank waits for it between hosts, two wait for others inside.
+    Scenario(
+        transport="hierarchical",
+        fault="killed",
+        phase="combine",
+        lost_ranks=(2,),
+        begins=True,
+        num_hosts=2,
+    ),
     Scenario(
         transport="hierarchical", fault="killed", phase="dispatch", lost_ranks=(2,), num_hosts=2
     ),

@@ -1,14 +1,28 @@
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm import EPGroup, Mode, WireDtype, WireFormat
+from epcomm import (
+    DeepEPNormalDispatcher,
+    EPConfig,
+    EPGroup,
+    Mode,
+    MoESpec,
+    TopKOutput,
+    WireDtype,
+    WireFormat,
+)
 from epcomm.buffers.base import Buffer
 from epcomm.spec import HostLayout
 from epcomm.testing import buffer_suite
 from epcomm.testing.data import BatchSpec, RankBatch, random_ids
 from epcomm.types import RowsPer
+from tests.cases.playing import identity
+from tests.cases.recorder import LIMIT_S
+from tests.dispatchers.test_transfers import Beside
 from tests.hosts.network import sent_bytes
 from tests.hosts.test_suites import hosts_of
 
@@ -85,6 +99,38 @@ def test_kernel_counts_the_bytes_of_traffic_between_hosts(
         of_all = torch.tensor([most, of_call])
         dist.all_reduce(of_all)
         assert of_all[1] <= 2 * of_all[0] * row_bytes
+
+
+@pytest.mark.host_ranks(4)
+@pytest.mark.parametrize(("backend", "rows_of_token"), [("collective", 2), ("hierarchical", 1)])
+def test_kernel_counts_the_rows_of_a_begun_call_before_it_is_waited_for(
+    backend: str, rows_of_token: int, group: EPGroup
+) -> None:
+    spec = MoESpec(hidden_size=HIDDEN_SIZE, num_experts=4, top_k=2, dtype=torch.float32)
+    dispatcher = DeepEPNormalDispatcher(group, spec, EPConfig(backend=backend))
+    # Both experts of every token are on the other host, on different ranks.
+    num_tokens, other = 512, 1 - group.rank // 2
+    ids = torch.tensor([[2 * other, 2 * other + 1]]).expand(num_tokens, 2).contiguous()
+    topk = TopKOutput(topk_ids=ids, topk_weights=torch.ones(num_tokens, 2))
+    x, leaf = torch.randn(num_tokens, HIDDEN_SIZE).requires_grad_(), torch.ones(1).requires_grad_()
+    # What the two ranks of a host send to the other in each call.
+    call_bytes = 2 * num_tokens * rows_of_token * HIDDEN_SIZE * 4
+
+    def compute_until_sent(num_calls: int) -> None:
+        deadline_s, product = time.monotonic() + LIMIT_S, torch.eye(64)
+        while sent_bytes() - before < num_calls * call_bytes:
+            assert time.monotonic() < deadline_s, f"call {num_calls} waits for wait()"
+            product = product @ torch.eye(64)
+
+    before = _sent_of_host()
+    begun = dispatcher.dispatch_async(x, topk)
+    beside = Beside.apply(leaf, lambda: compute_until_sent(4))
+    compute_until_sent(1)
+    begun_sums = dispatcher.combine_async(identity(begun.wait()))
+    beside = beside + Beside.apply(leaf, lambda: compute_until_sent(3))
+    compute_until_sent(2)
+    (begun_sums.wait().sum() + beside.sum()).backward()
+    assert sent_bytes() - before < 5 * call_bytes
 
 
 def _sent_of_host() -> int:

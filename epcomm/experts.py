@@ -541,10 +541,13 @@ class PipelinePath:
     ) -> Tensor:
         """Dispatch, compute, combine and count one batch; see ExpertParallelExperts.forward."""
         number = 1 if decode else self._config.chunks or 1
-        needs_grad = torch.is_grad_enabled() and weights.requires_grad
-        if self.phases.any_of(decode=decode).is_asynchronous and (
-            number > 1 or meanwhile is not None or needs_grad
-        ):
+        # The cheapest tests first: most calls have no work to do while tokens are sent.
+        may_overlap = self._group.calls.transfers is not None and (
+            number > 1
+            or meanwhile is not None
+            or (torch.is_grad_enabled() and weights.requires_grad)
+        )
+        if may_overlap and self.phases.any_of(decode=decode).is_asynchronous:
             call = self.steps(
                 *(x, topk, weights, counter), decode=decode, number=number, meanwhile=meanwhile
             )

@@ -204,7 +204,7 @@ class ExpertParallelMoE(nn.Module):
             topk_weights [T, K], best expert first.
 
         Shared experts run while tokens, and in backward their gradients, are sent: on CPU ranks
-        over gloo, except in a compiled layer.
+        over gloo or MPI, except in a compiled layer.
 
         Collective: yes, forward and backward, on every rank also when it has no token.
         Host sync: see explain().

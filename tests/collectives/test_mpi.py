@@ -159,9 +159,12 @@ def test_close_frees_what_the_group_made_and_nothing_else(ep_ranks: MPI.Comm) ->
 
 @pytest.mark.mpi_ranks(2)
 def test_a_thread_that_exchanges_frees_what_close_could_not(ep_ranks: MPI.Comm) -> None:
+    from epcomm.collectives.mpi import MpiCollectives
+
     group = EPGroup(ep_ranks)
     assert_works(group)
     mine, collectives = torch.tensor(group.rank), group.collectives
+    assert isinstance(collectives, MpiCollectives)
     with ThreadPoolExecutor(1) as threads:
         if group.rank == 1:
             ep_ranks.recv(source=0)

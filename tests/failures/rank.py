@@ -100,7 +100,7 @@ def _lose(scenario: Scenario, group: EPGroup, folder: Path) -> tuple[str, float,
 
     exchange = group.collectives.all_to_all
 
-    def exchange_rows(*args: Any, phase: str, **options: Any) -> torch.Tensor:  # noqa: ANN401
+    def exchange_rows(*args: Any, phase: str = "", **options: Any) -> torch.Tensor:  # noqa: ANN401
         come_to(f"within {phase}", exchange_fault_phase)
         return exchange(*args, phase=phase, **options)
 

@@ -153,8 +153,8 @@ def test_chunks_are_in_flight_while_other_gradients_are_reduced(
 ) -> None:
     # After the first step DDP reduces each gradient as soon as it is computed.
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
-    world, combine, num_before = dist.group.WORLD, RowsBuffer.combine, None
-    assert world is not None
+    world: Any = dist.group.WORLD  # torch does not declare its sequence number
+    combine, num_before = RowsBuffer.combine, None
     late_calls: list[int] = []
 
     def late(*args: Any, **options: Any) -> Any:  # noqa: ANN401

@@ -48,7 +48,9 @@ class Rank:
     """A layer of one rank over `backend`, and its batch."""
 
     def __init__(self, group: EPGroup, backend: str) -> None:
-        config = EPConfig(backend=backend, mode="normal", max_tokens_per_rank=64)
+        config = EPConfig(
+            backend=backend, mode="normal", max_tokens_per_rank=64, batches_in_flight=8
+        )
         weights = make_weights(BATCH, group.world_size)
         self.group = group
         self.layer = ExpertParallelExperts(weights, group, config, top_k=BATCH.top_k)
@@ -203,16 +205,21 @@ def test_backward_of_a_call_follows_the_calls_begun_before(backend: str) -> None
         assert torch.equal(x.grad, expected)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.mpi_ranks(2)
-@pytest.mark.parametrize("next_call", ["dispatch", "combine", "close"])
+@pytest.mark.parametrize("next_call", ["dispatch", "begun dispatch", "combine", "close"])
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])
-@pytest.mark.parametrize("droppers", [(0,), (0, 1)], ids=["rank 0", "all ranks"])
+@pytest.mark.parametrize("droppers", [(0,), (0, 1, 2, 3)], ids=["rank 0", "all ranks"])
 def test_a_call_that_is_never_waited_for_is_reported(
-    kind: str, next_call: str, droppers: tuple[int, ...], ep_ranks: MPI.Comm | None
+    kind: str,
+    next_call: str,
+    droppers: tuple[int, ...],
+    num_ranks: int,
+    ep_ranks: MPI.Comm | None,
 ) -> None:
-    with EPGroup(ep_ranks) as group, torch.no_grad():
-        rank = Rank(group, "collective")
+    backend = "collective" if num_ranks == 2 else "hierarchical"
+    with rank_over(backend, ep_ranks) as rank, torch.no_grad():
+        group = rank.group
         dispatcher, x, topk = rank.dispatcher, rank.batch.x, rank.batch.topk
         results = [rank.results(dispatcher.dispatch(x, topk)) for _ in range(2)]
 
@@ -227,6 +234,7 @@ def test_a_call_that_is_never_waited_for_is_reported(
         del pending
         calls = {
             "dispatch": lambda: dispatcher.dispatch(x, topk),
+            "begun dispatch": lambda: dispatcher.dispatch_async(x, topk).wait(),
             "combine": lambda: dispatcher.combine(results[1]),
             "close": group.close,
         }
@@ -235,7 +243,7 @@ def test_a_call_that_is_never_waited_for_is_reported(
         told = (
             f"{kind} of dispatcher 1 .normal.: the call was begun as number 1 and never waited for"
             if group.rank in droppers
-            else f"{next_call}: a call that was begun and never waited for on rank 0"
+            else f"{next_call.split()[-1]}: a call that was begun and never waited for on rank 0"
         )
         with pytest.raises(HandleError, match=told):
             calls[next_call]()

@@ -43,7 +43,7 @@ from epcomm.ops.slots import localize
 from epcomm.platforms.host import host_of_this_process
 from epcomm.platforms.machine import Machine
 from epcomm.platforms.nvlink import PeerReach, reach_of, reach_reasons
-from epcomm.protocol import BatchFlags, FaultCode, pack_fault
+from epcomm.protocol import BatchFlags, fault_word, pack_fault, unpack_fault
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec, HostLayout
 from epcomm.types import RowsPer
@@ -206,8 +206,9 @@ class HierarchicalBuffer(Buffer):
     def dispatch(self, call: DispatchCall) -> Dispatched:
         came = _tried(lambda: self._outer.dispatch(self._call_between(call)))
         if isinstance(came, EPError):
-            if came.fault_word is None:
-                came.fault_word = pack_fault(FaultCode.of(came), self._collectives.rank)
+            # Name the rank, so that others inside know that the hosts have learned of the fault.
+            code, rank = unpack_fault(fault_word(came), self._collectives.rank)
+            came.fault_word = pack_fault(code, rank)
             self._inner.dispatch(_without_tokens(call, came, self._spec))
             raise came
         try:

@@ -136,22 +136,17 @@ def test_expert_gradients_scaled_by_one_over_w_match_a_mean_over_ranks(
     check(wrapped, group, expected_gradients())
 
 
-def shared_in_ddp(moe: nn.Module) -> nn.Module:
-    ignore_experts_in_ddp(moe)
-    return DistributedDataParallel(moe, bucket_cap_mb=1e-6)
-
-
 def shared_in_fsdp(moe: nn.Module) -> nn.Module:
     fully_shard(moe.get_submodule("shared_expert"))
     return moe
 
 
 @pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize("wrap", [shared_in_ddp, shared_in_fsdp])
+@pytest.mark.parametrize("wrap", [in_ddp, shared_in_fsdp])
 def test_chunks_are_in_flight_while_other_gradients_are_reduced(
     wrap: Callable[[nn.Module], nn.Module], group: EPGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # After the first step DDP reduces each gradient as soon as it is computed.
+    # After the first step DDP reduces the first gradient as soon as it is computed.
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
     world: Any = dist.group.WORLD  # torch does not declare its sequence number
     combine, num_before = RowsBuffer.combine, None

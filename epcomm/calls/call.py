@@ -1,7 +1,5 @@
 """DispatchCall: the input of one rank to a dispatch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

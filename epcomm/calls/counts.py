@@ -4,8 +4,6 @@ Each rank receives the number of its rows and the slots of each of its experts. 
 before the rows, so sizes, faults and flags together cost one small message and one host sync.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce

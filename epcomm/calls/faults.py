@@ -4,8 +4,6 @@ The rank with the fault takes part without rows. All ranks read the codes togeth
 so reporting needs no extra message and the group stays usable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

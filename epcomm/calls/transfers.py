@@ -11,8 +11,6 @@ A begun call runs in the context of its caller. PyTorch keeps grad mode and infe
 thread, so the call gets inference mode from its caller too, and never records a graph.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable

@@ -6,8 +6,6 @@ aborts the process. dist.destroy_process_group() joins these threads, but not wh
 such as one of our buffers, still holds the process group.
 """
 
-from __future__ import annotations
-
 import atexit
 import time
 from contextlib import suppress

@@ -5,8 +5,6 @@ suffices to map the memory of peers, and the few tensors that are sent over the 
 copied through host memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

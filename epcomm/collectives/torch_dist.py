@@ -1,7 +1,5 @@
 """Collectives over a torch.distributed process group: gloo, nccl, hccl."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial

@@ -21,8 +21,6 @@ number still leads to the exchange plan, because the graph of the forward pass h
 a TorchDispatchMode sees operators, so without one a call goes directly to its buffer.
 """
 
-from __future__ import annotations
-
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Local checks of the arguments of a call, before any communication."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard

@@ -14,8 +14,6 @@ An error ends its chunk at the same call on all ranks, and the other chunks go o
 the same calls, and the group stays usable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Move, sum and number rows by kernels; import this only where triton is installed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

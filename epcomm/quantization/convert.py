@@ -1,7 +1,5 @@
 """Convert rows to a wire format and back, by plain torch or by kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial

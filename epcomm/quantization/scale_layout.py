@@ -6,8 +6,6 @@ Packed: the four bytes of an int32, lowest first, are four neighbouring power-of
 row; missing scales are 0. Both together: first packed, then column-major.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

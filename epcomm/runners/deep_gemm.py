@@ -13,8 +13,6 @@ package. On one H200 the package itself gave the results of quantized_reference 
 sm_100 is untested.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property

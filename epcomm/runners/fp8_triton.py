@@ -1,7 +1,5 @@
 """Compute FP8 experts by two Triton kernels that read rows in place; counts stay on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Compute FP8 experts on Hopper by kernels in CUDA C++, compiled at the first call."""
 
-from __future__ import annotations
-
 from functools import cached_property, partial
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Compute INT8 experts by three Triton kernels that read rows in place, counts on the device."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -5,8 +5,6 @@ Every expert has capacity for the rows of all ranks: [L, W * M, H], its first on
 by the kernel that indexes them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

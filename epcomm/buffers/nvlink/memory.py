@@ -4,8 +4,6 @@ CPU ranks map files of shared memory, so that kernels under an interpreter write
 map the memory of their peers over NVLink; multicast is not asked for.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Normal mode over NVLink with a budget of rows: M is also the most rows that a rank receives."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

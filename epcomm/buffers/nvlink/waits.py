@@ -1,7 +1,5 @@
 """Reports of kernels whose wait timed out, and the error that the host of their rank raises."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

@@ -5,8 +5,6 @@ kind. Each function here takes the number of rows of each expert, [E], int64, of
 expert, and derives what its operator expects. Experts follow without gaps.   Host sync: none.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import MappingProxyType
 

@@ -4,8 +4,6 @@ Users choose these runners by name, because the copies are a second set of exper
 parameters stay row-major and [E, out, in], since checkpoints are loaded into and saved from them.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 Rows after the last group stay undefined, as the records allow.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

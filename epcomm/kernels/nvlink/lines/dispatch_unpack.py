@@ -3,8 +3,6 @@
 A part of the receiver of low-latency dispatch over NVLink. Memory order: common/lines.py.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

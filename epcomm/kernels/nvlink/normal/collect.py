@@ -3,8 +3,6 @@
 A caller that keeps rows for a backward has them copied once. Other rows are used where they are.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

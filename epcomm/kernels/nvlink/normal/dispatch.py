@@ -4,8 +4,6 @@ Between two H200 with 4096 tokens each, hidden size 7168 and top-8, it takes 0.1
 and 0.20 with BF16 on 32 of their SMs.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import NamedTuple
 

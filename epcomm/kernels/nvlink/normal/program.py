@@ -1,7 +1,5 @@
 """The kernels of normal mode as programs: constants, then files of CUDA C++, ptx.cu first."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Mapping, Sequence

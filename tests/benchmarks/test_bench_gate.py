@@ -4,14 +4,7 @@ import torch
 pytest.importorskip("triton")
 
 
-from benchmarks.routing.bench_gate import (
-    SHAPES,
-    Finding,
-    check,
-    line_of,
-    measure,
-    routers_of,
-)
+from benchmarks.routing.bench_gate import SHAPES, Finding, check, line_of, measure, routers_of
 from epcomm.bench.check import CheckError
 from epcomm.bench.timing import Percentiles
 from epcomm.records import TopKOutput
@@ -37,10 +30,7 @@ def test_a_wrong_router_gets_no_number() -> None:
 
     with pytest.raises(CheckError, match="weights have a relative error of 1"):
         check(lambda: found(ids, weights * 1.1), lambda: found(ids, weights), 4)
-    calls = {
-        "reference": lambda: found(ids, weights),
-        "gate": lambda: found(ids + 1, weights),
-    }
+    calls = {"reference": lambda: found(ids, weights), "gate": lambda: found(ids + 1, weights)}
     finding = measure("gate", SHAPES[0], calls, 3, 1)
     assert finding.fault == "3 of 3 tokens have different experts"
     times = Percentiles(p50=1.0, p95=1.0, p99=2.0)

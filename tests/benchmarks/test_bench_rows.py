@@ -3,14 +3,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import bench_rows
-from benchmarks.bench_rows import (
-    QUANTIZATIONS,
-    Sizes,
-    cases_of,
-    line_of,
-    measure,
-    quantize_case,
-)
+from benchmarks.bench_rows import QUANTIZATIONS, Sizes, cases_of, line_of, measure, quantize_case
 from epcomm import WireFormat, WireTensor
 from epcomm.ops import slots as kernels_by_device
 from epcomm.quantization import Int8Profile, quantize

@@ -187,11 +187,7 @@ def test_bad_input_ends_with_one_line_and_2(
     ids=["yaml", "matplotlib"],
 )
 def test_a_missing_package_is_named(
-    module: str,
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    module: str, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.chdir(tmp_path)

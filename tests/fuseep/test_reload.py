@@ -5,13 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from epcomm import (
-    EPConfig,
-    EPGroup,
-    ExpertParallelExperts,
-    Int8ChannelWeights,
-    WireDtype,
-)
+from epcomm import EPConfig, EPGroup, ExpertParallelExperts, Int8ChannelWeights, WireDtype
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.registry import class_names, fused_class
 from fakes.ascend.deep_ep import Buffer

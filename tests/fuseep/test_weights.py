@@ -16,12 +16,7 @@ from epcomm.fuseep.weights import (
 )
 from epcomm.platforms.ascend import formats as nz
 from fakes.ascend.formats import as_nd, nz_pack
-from tests.cases.fuseep_checkpoint import (
-    GOLDEN,
-    assert_golden,
-    digest,
-    golden_weights,
-)
+from tests.cases.fuseep_checkpoint import GOLDEN, assert_golden, digest, golden_weights
 
 Packed = FusedDeepMoEWeights | DispatchFFNCombineWeights
 MODES = {"mode_1": FusedDeepMoEWeights, "mode_2": DispatchFFNCombineWeights}

@@ -298,9 +298,7 @@ def test_loaded_model_decodes_in_low_latency(folder: Path) -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_uncounted_load_unlimited_decoding_and_calls_after_close_are_refused(
-    folder: Path,
-) -> None:
+def test_uncounted_load_unlimited_decoding_and_calls_after_close_are_refused(folder: Path) -> None:
     path, ids = saved("qwen3_moe", folder), batches("own_batches")[0]
     with registered() as registration, torch.no_grad():
         model, unused = (load(path, "own_batches").eval() for _ in range(2))

@@ -224,10 +224,7 @@ def send_words(*, in_lines: bool = False) -> None:
 
 def receive_dispatch(*, is_masked: bool) -> None:
     slabs = SlabMemory(
-        data=i32(8),
-        scales=i32(8),
-        token_of_slot=i32(8),
-        source_ranges=torch.empty(8, dtype=I64),
+        data=i32(8), scales=i32(8), token_of_slot=i32(8), source_ranges=torch.empty(8, dtype=I64)
     )
     ll_dispatch_recv.receive_dispatch(
         low_latency_exchange(FP8_FLOAT32_SCALES if is_masked else PLAIN, returns_slots=is_masked),

@@ -24,11 +24,7 @@ class Arguments(Structure):
     ],
 )
 def test_a_thread_without_a_context_takes_that_of_the_kernel(
-    is_cooperative: bool,
-    is_early: bool,
-    version: int,
-    called: str,
-    monkeypatch: pytest.MonkeyPatch,
+    is_cooperative: bool, is_early: bool, version: int, called: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Imitate the driver in an autograd thread in which torch has not called CUDA."""
     current: list[int | None] = [None]

@@ -23,9 +23,7 @@ def compiled(**metadata: object) -> CompiledKernel:
     fields = {"num_warps": 4, "shared": 512, "launch_pdl": True} | metadata
     signature = dict(zip(NAMES, [*TYPES, "constexpr"], strict=True))
     kernel = SimpleNamespace(
-        function=77,
-        metadata=SimpleNamespace(**fields),
-        src=SimpleNamespace(signature=signature),
+        function=77, metadata=SimpleNamespace(**fields), src=SimpleNamespace(signature=signature)
     )
     return cast(CompiledKernel, kernel)
 

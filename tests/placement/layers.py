@@ -7,14 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from epcomm import (
-    EPConfig,
-    EPGroup,
-    ExpertParallelExperts,
-    ExpertPlacement,
-    ExpertWeights,
-    balance,
-)
+from epcomm import EPConfig, EPGroup, ExpertParallelExperts, ExpertPlacement, ExpertWeights, balance
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import RankBatch, make_batch, make_weights
 from epcomm.testing.oracle import OracleResult, run_oracle

@@ -16,11 +16,7 @@ from epcomm.sharding.expert_tensor import ExpertTensor
 from epcomm.sharding.shards import sharded_parameters
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
-from epcomm.training.gradients import (
-    clip_grad_norm,
-    scale_expert_gradients,
-    sum_replica_gradients,
-)
+from epcomm.training.gradients import clip_grad_norm, scale_expert_gradients, sum_replica_gradients
 from tests.cases.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, tokens
 from tests.cases.expert_training import LOSS_TOLERANCE, Training, loads
 from tests.cases.meshes import mesh_of

@@ -135,11 +135,7 @@ def test_logits_that_are_no_numbers_give_valid_experts(name: str) -> None:
     ("spec", "num_experts", "wanted"),
     [
         (RoutingSpec(top_k=2), 2049, "takes at most 2048 experts"),
-        (
-            RoutingSpec(top_k=2, score_function="sigmoid"),
-            8,
-            "always renormalises sigmoid weights",
-        ),
+        (RoutingSpec(top_k=2, score_function="sigmoid"), 8, "always renormalises sigmoid weights"),
         (RoutingSpec(top_k=2, num_groups=4, topk_groups=2), 8, "takes groups of at least 3"),
         (RoutingSpec(top_k=2, num_groups=128, topk_groups=2), 512, "rounds groups up to 32"),
         (

@@ -134,12 +134,7 @@ def _layer(layer: nn.Module, x: Tensor) -> Tensor:
 
 def moe_of(plain: PlainMoE, group: EPGroup, config: EPConfig | None) -> ExpertParallelMoE:
     weights = ExpertWeights(gate_up_proj=plain.gate_up_proj, down_proj=plain.down_proj)
-    experts = ExpertParallelExperts(
-        weights,
-        group,
-        config or EPConfig(mode="normal"),
-        top_k=TOP_K,
-    )
+    experts = ExpertParallelExperts(weights, group, config or EPConfig(mode="normal"), top_k=TOP_K)
     return ExpertParallelMoE(routing=SPEC, experts=experts, parts={"gate": plain.gate})
 
 

@@ -8,11 +8,7 @@ import pytest
 
 from epcomm.platforms.deep_ep import DeepEPKind, find_deep_ep
 from fakes.ascend.deep_ep import Buffer
-from fakes.ascend.deep_ep.config import (
-    LowLatencyStrategy,
-    NormalStrategy,
-    strategies,
-)
+from fakes.ascend.deep_ep.config import LowLatencyStrategy, NormalStrategy, strategies
 from fakes.ascend.deep_ep_flags import buffer as newer
 from fakes.deep_ep import install
 from tests.fakes.ascend.recorded import golden

@@ -14,14 +14,7 @@ from fakes.ascend.formats import ACL_FORMAT_ND
 from fakes.ascend.int8 import quantize_rows
 from fakes.ascend.undefined import UNDEFINED_INT8
 from tests.fakes.ascend import fuseep
-from tests.fakes.ascend.fused_calls import (
-    MODE1,
-    MODE2,
-    all_experts,
-    bits,
-    nz,
-    recorded_call,
-)
+from tests.fakes.ascend.fused_calls import MODE1, MODE2, all_experts, bits, nz, recorded_call
 from tests.fakes.ascend.recorded import tensor_of
 
 RECORDED = fuseep.RECORDED

@@ -4,13 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.ascend.formats import (
-    ACL_FORMAT_ND,
-    ACL_FORMAT_NZ,
-    format_of,
-    nz_pack,
-    nz_unpack,
-)
+from fakes.ascend.formats import ACL_FORMAT_ND, ACL_FORMAT_NZ, format_of, nz_pack, nz_unpack
 from fakes.ascend.limits import Soc, soc
 from fakes.ascend.operators.grouped_matmul import scale_values
 from fakes.ascend.registry import register

@@ -126,13 +126,7 @@ def dispatch_normal(
     data, scales = recv_x if isinstance(recv_x, tuple) else (recv_x, None)
     assert handle[4] is is_in_rank
     return NormalResult(
-        x=data,
-        scales=scales,
-        ids=ids,
-        weights=weights,
-        counts=counts,
-        handle=handle,
-        event=event,
+        x=data, scales=scales, ids=ids, weights=weights, counts=counts, handle=handle, event=event
     )
 
 

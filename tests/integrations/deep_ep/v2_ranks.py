@@ -115,11 +115,7 @@ def check_handle(handle: EPHandle, entry: dict[str, Any]) -> None:
 
 
 def check_rows(
-    recv_x: Tensor,
-    recv_idx: Tensor | None,
-    weights: Tensor,
-    handle: EPHandle,
-    case: dict[str, Any],
+    recv_x: Tensor, recv_idx: Tensor | None, weights: Tensor, handle: EPHandle, case: dict[str, Any]
 ) -> None:
     """Compare with the recorded rows, in any order that the package may give."""
     expected = recorded_handle(case["handle"])

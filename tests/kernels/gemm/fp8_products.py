@@ -1,7 +1,5 @@
 """Check memory that both implementations of the FP8 products must not write."""
 
-from __future__ import annotations
-
 import torch
 
 from epcomm.quantization import FP8_FLOAT32_SCALES

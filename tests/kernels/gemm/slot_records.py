@@ -1,7 +1,5 @@
 """Records of both layouts for the GPU runners; unused memory is NaN."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import product
 

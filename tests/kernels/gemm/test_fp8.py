@@ -1,7 +1,5 @@
 """The FP8 runner of GPUs, interpreted without a GPU, equals the reference runner."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -120,10 +120,7 @@ STEP_CASES = [
     ),
     StepCase(id="masked", counts=(0, 65, 3), first_slot=(0, 70, 140, 210), has_index=False),
     StepCase(
-        id="many slots",
-        counts=(0, 130, 128, 520),
-        first_slot=(0, 0, 130, 258, 778),
-        has_index=True,
+        id="many slots", counts=(0, 130, 128, 520), first_slot=(0, 0, 130, 258, 778), has_index=True
     ),
     StepCase(id="no expert has any", counts=(0, 0), first_slot=(0, 0, 0), has_index=True),
 ]

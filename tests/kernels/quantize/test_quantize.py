@@ -174,9 +174,7 @@ def test_what_the_kernels_cannot_read_is_refused(device: torch.device) -> None:
         quantize_with_triton(x, INT8_PER_TOKEN, out=quantize(x[:, :1], INT8_PER_TOKEN))
 
 
-def test_host_tensors_are_refused_without_the_interpreter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_host_tensors_are_refused_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epcomm.kernels.launch.IS_INTERPRETED", False)
     with pytest.raises(ShapeError, match="hidden_states is on cpu, expected cuda"):
         quantize_with_triton(torch.zeros(1, 8), INT8_PER_TOKEN)

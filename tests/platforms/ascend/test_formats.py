@@ -18,11 +18,7 @@ from tests.cases.fuseep_formats import device_that_keeps
         ((2, 48, 96), torch.int8, []),
         ((2, 16, 16), torch.bfloat16, []),
         ((2, 8, 32), torch.int8, ["w has K = 8, expected a multiple of 16 in NZ"]),
-        (
-            (2, 16, 16),
-            torch.int8,
-            ["w has N = 16, expected a multiple of 32 for torch.int8 in NZ"],
-        ),
+        ((2, 16, 16), torch.int8, ["w has N = 16, expected a multiple of 32 for torch.int8 in NZ"]),
         (
             (17, 24),
             torch.bfloat16,

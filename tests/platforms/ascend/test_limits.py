@@ -54,9 +54,7 @@ def torch_npu_with(name: str | None) -> SimpleNamespace:
     return SimpleNamespace(npu=npu)
 
 
-def test_the_chip_is_that_of_torch_npu_or_of_the_stand_in(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_chip_is_that_of_torch_npu_or_of_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
     assert device_name() is None, "nobody imports it to ask"
     assert "torch_npu" not in sys.modules

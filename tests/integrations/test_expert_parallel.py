@@ -27,6 +27,7 @@ from epcomm.training.gradients import clip_grad_norm
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 NUM_RANKS, NUM_BATCHES, NUM_TOKENS, VOCABULARY = 2, 4, 9, 64
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 TINY = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -173,7 +174,6 @@ def check_gradients(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     assert max(errors.values()) <= FP32_TOLERANCE, errors
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize(("kind", "layout", "mode"), CASES)
 def test_loaded_model_trains_like_one_process(
     kind: str, layout: str, mode: str, folder: Path
@@ -217,7 +217,6 @@ def check_training(kind: str, layout: str, mode: str, folder: Path) -> dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", ["own_batches", "one_batch"])
 def test_compiled_model_trains_like_the_eager_one(
     layout: str, num_ranks: int, folder: Path
@@ -234,7 +233,6 @@ def test_compiled_model_trains_like_the_eager_one(
         check_gradients(whole_gradients(model), whole_gradients(eager))
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("layout", ["own_batches", "one_batch"])
 def test_clip_takes_the_norm_of_a_loaded_model(layout: str, folder: Path) -> None:
     path, parts = saved("qwen3_moe", folder), batches(layout)
@@ -248,7 +246,6 @@ def test_clip_takes_the_norm_of_a_loaded_model(layout: str, folder: Path) -> Non
         check_gradients(whole_gradients(model), {n: g / 2 for n, g in before.items()})
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_rank_without_data_takes_part_in_training_by_an_idle_step(folder: Path) -> None:
     path, parts = saved("qwen3_moe", folder), batches("own_batches")
     busy = [0]
@@ -283,7 +280,6 @@ def test_rank_without_data_takes_part_in_training_by_an_idle_step(folder: Path) 
                 idle_step(model, run_token=lambda: model(input_ids=one_token))
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_loaded_model_decodes_in_low_latency(folder: Path) -> None:
     path, parts = saved("qwen3_moe", folder), batches("own_batches")
     ids = parts[dist.get_rank()]
@@ -297,7 +293,6 @@ def test_loaded_model_decodes_in_low_latency(folder: Path) -> None:
         assert "mode low_latency on backend" in registration.explain()
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_uncounted_load_unlimited_decoding_and_calls_after_close_are_refused(folder: Path) -> None:
     path, ids = saved("qwen3_moe", folder), batches("own_batches")[0]
     with registered() as registration, torch.no_grad():
@@ -319,7 +314,6 @@ def test_router_that_nobody_would_ask_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize(("layout", "mode"), [("one_batch", "normal"), ("one_batch", "auto")])
 def test_tokens_that_chose_an_expert_are_counted(layout: str, mode: str, folder: Path) -> None:
     path, parts = saved("qwen3_moe", folder), batches(layout)

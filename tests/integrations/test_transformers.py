@@ -18,6 +18,7 @@ from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
 from tests.cases.blocks import BLOCKS, HIDDEN, NUM_EXPERTS, VARIANTS, seeded
 
+pytestmark = pytest.mark.ranks(2)
 # Tokens of each rank: uneven, and one has none.
 NUM_TOKENS = (5, 0, 3, 9)
 
@@ -94,7 +95,6 @@ def parameter_gradients(
     return pairs
 
 
-@pytest.mark.ranks(2)
 @every_variant
 def test_block_gradients_and_state_equal_those_of_one_process(
     make: Callable[[], nn.Module],
@@ -138,7 +138,6 @@ def check_state(moe: nn.Module, block: nn.Module, group: EPGroup) -> None:
 
 
 # Shared experts and routed scaling, a pair of outputs, and a latent space around the experts.
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "nemotron_h"])
 def test_low_latency_output_equals_that_of_one_process(kind: str, group: EPGroup) -> None:
     make = BLOCKS[kind]
@@ -182,7 +181,6 @@ def make_model(name: str) -> nn.Module:
     return seeded(getattr(library, f"{name}ForCausalLM")(config)).eval()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_model_goes_on_working_and_recording_router_logits(name: str, group: EPGroup) -> None:
     with torch.no_grad():
@@ -290,7 +288,6 @@ REFUSALS: list[tuple[str, Mapping[str, object] | Change, str]] = [
 ]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("kind", "change", "message"), REFUSALS)
 def test_block_that_computes_something_else_is_refused(
     kind: str, change: Mapping[str, object] | Change, message: str, group: EPGroup
@@ -304,7 +301,6 @@ def test_block_that_computes_something_else_is_refused(
         ExpertParallelMoE.from_transformers(block, group)
 
 
-@pytest.mark.ranks(2)
 def test_refusal_of_one_rank_reaches_the_others(group: EPGroup) -> None:
     block = BLOCKS["mixtral"](router_jitter_noise=0.1 if group.rank else 0.0)
     with pytest.raises(ConfigError, match="router jitter of Mixtral"):
@@ -326,7 +322,6 @@ class CubedRouter(nn.Module):
         return logits, weights**self.power, ids
 
 
-@pytest.mark.ranks(2)
 def test_router_that_no_preset_describes_goes_on_choosing(group: EPGroup) -> None:
     def make() -> nn.Module:
         block = BLOCKS["qwen3_moe"]()
@@ -361,7 +356,6 @@ def test_reading_changes_neither_the_block_nor_the_state_of_random_numbers() -> 
         assert torch.equal(tensor, before[name]), name
 
 
-@pytest.mark.ranks(2)
 def test_block_built_on_meta_is_filled_tensor_by_tensor_and_trains(group: EPGroup) -> None:
     whole = BLOCKS["deepseek_v3"]()
     with torch.device("meta"):

@@ -24,6 +24,7 @@ from epcomm.testing.oracle import relative_error
 from tests.cases.blocks import HIDDEN, qwen3_moe
 from tests.placement.layers import any_placement, expect_copies_of, gather_local, placed_layer
 
+pytestmark = pytest.mark.ranks(2)
 CONFIGS = {
     "normal": {"mode": "normal"},
     "standard": {"mode": "standard"},
@@ -48,7 +49,6 @@ def test_outputs_are_those_without_copies(name: str, group: EPGroup) -> None:
         assert relative_error(placed.forward(), expected) <= FP32_TOLERANCE
 
 
-@pytest.mark.ranks(2)
 def test_whole_parameters_are_read_anew_where_their_experts_are_copied(group: EPGroup) -> None:
     placed = placed_layer(group, config_of("normal", 2))
     for name in list(placed.layer.expert_parameters()):
@@ -62,7 +62,6 @@ def test_whole_parameters_are_read_anew_where_their_experts_are_copied(group: EP
     assert placed.forward().eq(0).all()
 
 
-@pytest.mark.ranks(2)
 def test_first_placement_has_the_hosts_of_its_group() -> None:
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("host", "place"))
     with EPGroup(mesh) as group:
@@ -127,14 +126,12 @@ def test_near_copies_give_the_same_and_fewer_rows_leave(group: EPGroup) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2)
 def test_ranks_with_the_same_tokens_cannot_prefer_near_copies(group: EPGroup) -> None:
     layer = placed_layer(group, config_of("replicated", 2)).layer
     with pytest.raises(ConfigError, match="expected False if all ranks have the same tokens"):
         layer.rebalance(replace(layer.placement, prefers_near=True))
 
 
-@pytest.mark.ranks(2)
 def test_a_share_is_that_of_experts_in_their_order(group: EPGroup) -> None:
     placed = placed_layer(group, config_of("normal", 2))
     held = list(placed.layer.placement.experts_of_rank(group.rank))
@@ -147,14 +144,12 @@ def test_a_share_is_that_of_experts_in_their_order(group: EPGroup) -> None:
     expect_copies_of(layer, placed.weights.tensors())
 
 
-@pytest.mark.ranks(2)
 def test_a_block_with_copies_computes_what_it_computes_alone(group: EPGroup) -> None:
     with torch.no_grad():
         calls_of_block(group, "reference")
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2)
 def test_the_gate_of_a_block_chooses_the_copies_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     with EPGroup() as group, torch.no_grad():
@@ -234,7 +229,6 @@ def test_ranks_with_the_same_tokens_choose_alike_in_every_call() -> None:
     assert found == [[[0, 1], [3, 2]]] * 4
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrong", [-2, 4])
 def test_an_id_of_no_logical_expert_is_refused_on_all_ranks(wrong: int, group: EPGroup) -> None:
     placed = placed_layer(group, config_of("normal", 2))
@@ -245,7 +239,6 @@ def test_an_id_of_no_logical_expert_is_refused_on_all_ranks(wrong: int, group: E
         placed.forward()
 
 
-@pytest.mark.ranks(2)
 def test_redundant_experts_that_do_not_fit_are_refused(group: EPGroup) -> None:
     for number, message in ((1, "num_experts is 5"), (6, "to 8, one of each on every rank")):
         with pytest.raises(ConfigError, match=message):

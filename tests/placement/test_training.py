@@ -23,6 +23,7 @@ from tests.cases.meshes import mesh_of
 from tests.cases.shared_folder import shared_folder
 from tests.placement.layers import gather_local
 
+pytestmark = pytest.mark.ranks(2)
 # The relative error of a sum in float32 whose order differs.
 SAME = 1e-6
 
@@ -49,7 +50,6 @@ def expect_equal_copies(model: OverRanks) -> None:
             assert all(torch.equal(held[copies[0]], held[copy]) for copy in copies)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("num_redundant", [0, 4])
 def test_losses_are_those_of_one_process_while_experts_move(num_redundant: int) -> None:
     training = Training(2, num_redundant)
@@ -62,7 +62,6 @@ def test_losses_are_those_of_one_process_while_experts_move(num_redundant: int) 
     assert losses == pytest.approx(expected_losses(4), rel=LOSS_TOLERANCE)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("num_redundant", [4, 8])
 def test_norms_count_each_expert_once(num_redundant: int) -> None:
     """With 8 copies a rank counts nothing, because the other one has all of its experts."""
@@ -125,7 +124,6 @@ def test_training_goes_on_over_4_then_2_then_1_ranks_with_other_copies(
     assert losses == pytest.approx(expected_losses(len(losses)), rel=LOSS_TOLERANCE)
 
 
-@pytest.mark.ranks(2)
 def test_state_is_in_logical_order() -> None:
     training, whole = Training(2, 4), InOneProcess().state_dict()
     model, group = training.model, training.group
@@ -144,7 +142,6 @@ def test_state_is_in_logical_order() -> None:
     training.close()
 
 
-@pytest.mark.ranks(2)
 def test_a_saved_part_is_loaded_into_its_placement_alone() -> None:
     training = Training(2, 4)
     model = training.model
@@ -164,7 +161,6 @@ def test_a_saved_part_is_loaded_into_its_placement_alone() -> None:
     training.close()
 
 
-@pytest.mark.ranks(2)
 def test_copies_of_a_layer_and_random_numbers_know_the_placement() -> None:
     training = Training(2, 4)
     model = training.model
@@ -220,7 +216,6 @@ def test_fsdp_cuts_the_rest_of_a_model_whose_experts_move() -> None:
     assert losses == pytest.approx(expected_losses(5), rel=LOSS_TOLERANCE)
 
 
-@pytest.mark.ranks(2)
 def test_placed_experts_are_not_cut_and_cut_ones_do_not_move() -> None:
     training = Training(2, 4)
     experts = training.model.experts

@@ -29,6 +29,7 @@ from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.spec import Availability, HostLayout
 
 NUM_RANKS = 2
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
 
 
@@ -43,7 +44,6 @@ def lacking(*reasons: str) -> Availability:
     return Availability(ok=not reasons, reasons=reasons)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_backend_that_a_rank_lacks_is_rejected_on_all(
     monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
@@ -60,7 +60,6 @@ def test_backend_that_a_rank_lacks_is_rejected_on_all(
         )
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_a_plan_and_its_buffer_take_one_exchange_each(monkeypatch: pytest.MonkeyPatch) -> None:
     phases: list[str] = []
     with EPGroup() as group:
@@ -83,7 +82,6 @@ def test_a_plan_and_its_buffer_take_one_exchange_each(monkeypatch: pytest.Monkey
     assert phases == ["plan, records", opened, *connected, opened]
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize(
     ("names", "expected"),
     [(("a", "b"), HostLayout(host_of_rank=(0, 1))), (("a", "a"), None), (("a", ""), None)],
@@ -107,7 +105,6 @@ def test_hosts_of_ranks_are_found_where_they_differ(
     assert chosen.prefill.max_bytes_between_hosts() == between
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_runner_that_one_rank_lacks_is_rejected_on_all(
     monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
@@ -118,7 +115,6 @@ def test_runner_that_one_rank_lacks_is_rejected_on_all(
     assert [str(each) for each in chosen.rejected_runners] == ["grouped_mm: rank 0: no kernel"]
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_ranks_that_compute_other_bits_cannot_promise_equal_sums(group: EPGroup) -> None:
     config = EPConfig(sum_groups=4)
     chosen = plan(config, SPEC, group, weights=weights())
@@ -241,7 +237,6 @@ def expect_works(group: EPGroup) -> None:
     assert torch.equal(dispatcher.combine(out.combine_input(rows)), x)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_error_of_one_rank_is_told_to_the_others(
     monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:

@@ -38,7 +38,7 @@ MOE_LAYERS = (1, 3)
 SPEC = RoutingSpec(top_k=TOP_K, renormalize=True)
 # Sums of float64 in another order.
 SAME = 1e-12
-RANKS = pytest.mark.ranks(2)
+pytestmark = pytest.mark.ranks(2)
 
 
 class PlainMoE(nn.Module):
@@ -193,7 +193,6 @@ def check_gradients(model: nn.Module, expected: dict[str, Tensor], rank: int) ->
         assert relative_error(found, wanted) <= SAME, name
 
 
-@RANKS
 @pytest.mark.parametrize("repeats", [None, False, True])
 @pytest.mark.parametrize("order", ["first_last", "last_first", "together"])
 def test_micro_batches_equal_one_process_with_forced_ids(
@@ -230,7 +229,6 @@ def in_halves(model: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([model(Same.apply(half)) for half in x.chunk(2)])
 
 
-@RANKS
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("forward", [nn.Module.__call__, in_halves], ids=["whole", "in_halves"])
 def test_one_checkpoint_repeats_several_layers_and_calls(
@@ -255,7 +253,6 @@ def test_one_checkpoint_repeats_several_layers_and_calls(
         y.sum().backward()
 
 
-@RANKS
 def test_wrapped_block_has_one_gate_and_inference_leaves_it_usable(group: EPGroup) -> None:
     model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 4)
     model.layers[1] = checkpoint_wrapper(model.layers[1])  # type: ignore[index]
@@ -268,7 +265,6 @@ def test_wrapped_block_has_one_gate_and_inference_leaves_it_usable(group: EPGrou
     assert record.routes().shape == (0, NUM_LAYERS, TOP_K)
 
 
-@RANKS
 def test_two_pipeline_stages_take_their_layers_of_the_same_routes(group: EPGroup) -> None:
     expected, _ = expected_gradients()
     plain = Plain()
@@ -297,7 +293,6 @@ def test_two_pipeline_stages_take_their_layers_of_the_same_routes(group: EPGroup
     check_gradients(both, expected, group.rank)
 
 
-@RANKS
 def test_recorded_routes_are_replayed_after_the_router_has_changed(group: EPGroup) -> None:
     model, batches = Model(Plain(), group, repeats=False), batches_of(group.rank)
     with record_routes(model) as record, watch_gates(model) as gates:
@@ -320,7 +315,6 @@ def test_recorded_routes_are_replayed_after_the_router_has_changed(group: EPGrou
         assert len(ids) == 0 or not torch.equal(gate.live_topk_ids, ids)
 
 
-@RANKS
 def test_experts_that_were_moved_and_copied_are_replayed_by_the_ids_of_the_model(
     group: EPGroup,
 ) -> None:
@@ -344,7 +338,6 @@ def test_experts_that_were_moved_and_copied_are_replayed_by_the_ids_of_the_model
             assert relative_error(parameter.grad, expected[name]) <= SAME
 
 
-@RANKS
 def test_disagreement_is_that_counted_by_hand_and_in_the_metrics(group: EPGroup) -> None:
     model, batch = Model(Plain(), group, repeats=False), micro_batch(group.rank, 0, 9)
     with replay_routes(model, batch.routes) as replay, watch_gates(model) as gates:
@@ -366,7 +359,6 @@ def test_disagreement_is_that_counted_by_hand_and_in_the_metrics(group: EPGroup)
     assert found == {f"layers.{index}": value for index, value in expected.items()}
 
 
-@RANKS
 @pytest.mark.parametrize("repeats", [None, False])
 def test_rank_without_tokens_stays_in_step(repeats: bool | None, group: EPGroup) -> None:
     model, batch = Model(Plain(), group, repeats=repeats), micro_batch(0, 0, 5)
@@ -383,7 +375,6 @@ def test_rank_without_tokens_stays_in_step(repeats: bool | None, group: EPGroup)
             idle_step(model, run_token=one_token)
 
 
-@RANKS
 def test_layer_takes_ids_from_its_caller(group: EPGroup) -> None:
     plain = Plain().layers[1]
     assert isinstance(plain, PlainMoE)
@@ -439,7 +430,6 @@ BAD = {
 }
 
 
-@RANKS
 @pytest.mark.parametrize("name", list(BAD))
 def test_bad_routes_of_one_rank_are_refused_on_all(name: str, group: EPGroup) -> None:
     change, text = BAD[name]
@@ -451,7 +441,6 @@ def test_bad_routes_of_one_rank_are_refused_on_all(name: str, group: EPGroup) ->
         model(batch.x)
 
 
-@RANKS
 def test_context_inside_another_one_is_refused(group: EPGroup) -> None:
     model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 4)
     with replay_routes(model, batch.routes):
@@ -461,7 +450,6 @@ def test_context_inside_another_one_is_refused(group: EPGroup) -> None:
         model(batch.x)
 
 
-@RANKS
 def test_another_number_of_tokens_is_reported_on_all_ranks(group: EPGroup) -> None:
     model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 4)
     routes = batch.routes[: 3 if group.rank else 4]
@@ -479,7 +467,6 @@ def test_another_number_of_tokens_is_reported_on_all_ranks(group: EPGroup) -> No
     model(batch.x)
 
 
-@RANKS
 def test_backward_that_repeats_calls_of_another_context_is_refused(group: EPGroup) -> None:
     model, batch = Model(Plain(), group, repeats=False), micro_batch(group.rank, 0, 4)
     with replay_routes(model, batch.routes):
@@ -503,7 +490,6 @@ def test_backward_that_repeats_calls_of_another_context_is_refused(group: EPGrou
         after_half_a_forward()
 
 
-@RANKS
 def test_auxiliary_losses_may_take_live_or_replayed_routes(group: EPGroup) -> None:
     model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 6)
     with watch_gates(model) as alone:
@@ -519,7 +505,6 @@ def test_auxiliary_losses_may_take_live_or_replayed_routes(group: EPGroup) -> No
     assert torch.equal(alone[0].topk_ids, alone[0].live_topk_ids)
 
 
-@RANKS
 def test_blocks_without_an_index_of_their_own_are_refused_by_name(group: EPGroup) -> None:
     plain = Plain()
     moe = [moe_of(layer, group, None) for layer in plain.layers if isinstance(layer, PlainMoE)]

@@ -11,7 +11,7 @@ from epcomm import EPConfig, EPGroup, EPTimeout, HandleError
 from epcomm.sharding.expert_tensor import ExpertTensor
 from tests.cases.expert_models import OverRanks, tokens
 
-NUM_RANKS = 2
+pytestmark = pytest.mark.ranks(2)
 
 # Operations that communicate, by their names in messages.
 COMMUNICATING: dict[str, Callable[[Tensor], object]] = {
@@ -37,7 +37,6 @@ def parameter_of(model: OverRanks) -> Tensor:
     return next(iter(model.experts.parameters())).detach()
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", COMMUNICATING)
 def test_anoperation_of_one_rank_is_named_on_all_and_the_group_goes_on(
     name: str, group: EPGroup
@@ -60,7 +59,6 @@ def test_anoperation_of_one_rank_is_named_on_all_and_the_group_goes_on(
     assert str(again) == str(expected)
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_different_operations_are_named(group: EPGroup) -> None:
     parameter = parameter_of(OverRanks(group))
     text = "rank 0 is in sum of an expert parameter while rank 1 is in vector_norm of an expert"
@@ -69,7 +67,6 @@ def test_different_operations_are_named(group: EPGroup) -> None:
     assert parameter.sum().isfinite()
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_local_operations_of_one_rank_wait_for_nobody(group: EPGroup) -> None:
     model = OverRanks(group)
     if group.rank == 0:
@@ -78,7 +75,6 @@ def test_local_operations_of_one_rank_wait_for_nobody(group: EPGroup) -> None:
     assert model(tokens(group.rank)).isfinite()
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_an_operation_that_no_other_rank_joins_ends() -> None:
     process_group = dist.new_group()
     with EPGroup(process_group) as group:
@@ -90,7 +86,6 @@ def test_an_operation_that_no_other_rank_joins_ends() -> None:
         dist.barrier()
 
 
-@pytest.mark.ranks(2)
 def test_gradients_have_a_norm_after_their_group_is_freed() -> None:
     group = EPGroup()
     model = OverRanks(group)

@@ -42,6 +42,7 @@ from tests.cases.meshes import mesh_of
 from tests.cases.recorder import LIMIT_S
 
 NUM_RANKS = 2
+pytestmark = pytest.mark.ranks(NUM_RANKS)
 # Numbers of ranks for tests that depend on the order of sums, or on several groups of experts.
 MORE_RANKS = 4
 NUM_TOKENS = (5, 2, 3, 9)
@@ -124,7 +125,6 @@ def in_fsdp(model: nn.Module) -> nn.Module:
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": in_ddp, "fsdp": in_fsdp}
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize(("wrapper", "is_checkpointed"), [("ddp", True), ("fsdp", True)])
 def test_expert_gradients_scaled_by_one_over_w_match_a_mean_over_ranks(
     wrapper: str, is_checkpointed: bool, group: EPGroup
@@ -141,7 +141,6 @@ def shared_in_fsdp(moe: nn.Module) -> nn.Module:
     return moe
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("wrap", [in_ddp, shared_in_fsdp])
 def test_chunks_are_in_flight_while_other_gradients_are_reduced(
     wrap: Callable[[nn.Module], nn.Module], group: EPGroup, monkeypatch: pytest.MonkeyPatch
@@ -183,7 +182,6 @@ def test_chunks_are_in_flight_while_other_gradients_are_reduced(
         assert relative_error(one, other) <= FP32_TOLERANCE
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("wrapper", [None, *WRAPPERS])
 def test_rank_without_data_takes_an_idle_step(wrapper: str | None, group: EPGroup) -> None:
     busy = [1]
@@ -208,7 +206,6 @@ def test_rank_without_data_takes_an_idle_step(wrapper: str | None, group: EPGrou
         wrapped(x) if group.rank in busy else idle_step(wrapped, run_token=lambda: wrapped(x))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("wrapper", "name"), [("ddp", "DDP"), ("fsdp", "FSDP")])
 def test_idle_step_of_a_wrapped_model_wants_to_know_how_to_run_it(
     wrapper: str, name: str, group: EPGroup
@@ -250,7 +247,6 @@ def test_sum_of_gradients_is_bit_equal_on_all_ranks_and_counts_missing_ones_as_z
         assert torch.equal(everyones, parameter.grad.expand_as(everyones))
 
 
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_state_and_clip_beside_data_parallelism(wrapper: str, group: EPGroup) -> None:
     wrapped = WRAPPERS[wrapper](spread(group))
@@ -271,7 +267,6 @@ def test_state_and_clip_beside_data_parallelism(wrapper: str, group: EPGroup) ->
     check(wrapped, group, {name: gradient / 4 for name, gradient in expected.items()})
 
 
-@pytest.mark.ranks(NUM_RANKS)
 def test_idle_step_beside_ranks_that_train_the_head_alone(group: EPGroup) -> None:
     model = spread(group)
     for parameter in [*model.embed.parameters(), *model.blocks.parameters()]:
@@ -332,7 +327,6 @@ class DispatchesOnce(nn.Module):
         return x
 
 
-@pytest.mark.ranks(2)
 def test_export_is_refused_before_anything_is_sent(group: EPGroup) -> None:
     model, x = OverRanks(group), expert_tokens(group.rank)
     for exported, name in (
@@ -391,7 +385,6 @@ class Sum(nn.Module):
         return weight + self.delta
 
 
-@pytest.mark.ranks(2)
 def test_ddp_scales_parametrised_experts_and_not_what_is_added_to_them() -> None:
     alone = InOneProcess()
     added = Sum(alone.experts["down_proj"].shape)

@@ -17,6 +17,7 @@ from tests.fakes.ascend import fuseep
 from tests.fakes.ascend.fused_calls import MODE1, MODE2, all_experts, bits, nz, recorded_call
 from tests.fakes.ascend.recorded import tensor_of
 
+pytestmark = pytest.mark.ranks(2)
 RECORDED = fuseep.RECORDED
 OPERATORS = {MODE1: FUSED_DEEP_MOE, MODE2: DISPATCH_FFN_COMBINE}
 MODES = pytest.mark.parametrize("mode", [MODE1, MODE2])
@@ -73,7 +74,6 @@ def test_codes_equal_the_recorded_digests(mode: FuseMode) -> None:
         assert fuseep.digest(hidden) == recorded["codes_of_swiglu_sha256"][rank]
 
 
-@pytest.mark.ranks(2)
 @MODES
 def test_the_recorded_layer(mode: FuseMode) -> None:
     rank, recorded = dist.get_rank(), RECORDED[f"mode{mode}"]
@@ -92,7 +92,6 @@ def test_the_recorded_layer(mode: FuseMode) -> None:
     assert torch.equal(buffer.fused_deep_moe(**call | others)[0], y)
 
 
-@pytest.mark.ranks(2)
 def test_rows_beyond_max_output_size_are_refused_on_all_ranks() -> None:
     rank, buffer, call = dist.get_rank(), buffer_of_all(), my_call(MODE2)
     sizes = RECORDED["mode2_max_output_size"]
@@ -107,7 +106,6 @@ def test_rows_beyond_max_output_size_are_refused_on_all_ranks() -> None:
     assert fuseep.digest(y) == RECORDED["mode2"]["y_sha256"][rank]
 
 
-@pytest.mark.ranks(2)
 @MODES
 def test_a_row_of_zeros_and_a_row_of_nan_stay_alone(mode: FuseMode) -> None:
     buffer, call = buffer_of_all(), my_call(mode)
@@ -170,7 +168,6 @@ TWO: dict[str, Change] = {
 RULES = {MODE1: BOTH | ONE, MODE2: BOTH | TWO}
 
 
-@pytest.mark.ranks(2)
 @MODES
 def test_what_one_rank_refuses_all_refuse(mode: FuseMode) -> None:
     buffer, call = buffer_of_all(), my_call(mode)

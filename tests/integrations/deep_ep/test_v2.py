@@ -34,6 +34,7 @@ from tests.integrations.deep_ep.v2_ranks import (
     world,
 )
 
+pytestmark = pytest.mark.ranks(4)
 METHODS: dict[str, Any] = json.loads(SIGNATURES.read_text("utf-8"))["methods"]
 
 
@@ -65,13 +66,11 @@ def default_of(source: str) -> object:
     return torch.bfloat16 if source == "torch.bfloat16" else ast.literal_eval(source)
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", CASES)
 def test_recorded_case(name: str, make_buffer: BufferMaker) -> None:
     run_recorded_case(name, make_buffer)
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("is_col_major", [False, True])
 def test_scales_are_opaque_words_of_any_strides(
     is_col_major: bool, make_buffer: BufferMaker
@@ -100,7 +99,6 @@ def test_scales_are_opaque_words_of_any_strides(
                 assert codes[slot].float()[0] == src_rank
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(("do_expand", "do_cpu_sync"), [(True, False), (False, True)])
 def test_cached_routes_keep_every_row(
     do_expand: bool, do_cpu_sync: bool, make_buffer: BufferMaker
@@ -134,7 +132,6 @@ def other_weights(rank: int) -> Tensor:
     return 100.0 * (rank + 1) + numbers.view(topk_idx.shape)
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(("is_twice", "do_cpu_sync"), [(True, False), (False, True)])
 def test_weights_travel_along_an_expanded_handle_and_back(
     is_twice: bool, do_cpu_sync: bool, make_buffer: BufferMaker
@@ -178,7 +175,6 @@ def test_weights_travel_along_an_expanded_handle_and_back(
     assert not rows[~seen].any()
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(("is_expanded", "do_cpu_sync"), [(True, False), (False, True)])
 def test_rows_and_weights_along_a_handle_that_are_not_expanded(
     is_expanded: bool, do_cpu_sync: bool, make_buffer: BufferMaker
@@ -199,7 +195,6 @@ def test_rows_and_weights_along_a_handle_that_are_not_expanded(
     assert buffer.dispatch(x, handle=handle, num_sms=8)[2] is None
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(("is_twice", "do_cpu_sync"), [(True, False), (False, True)])
 def test_combine_takes_the_rows_that_recv_src_metadata_names(
     is_twice: bool, do_cpu_sync: bool, make_buffer: BufferMaker
@@ -229,7 +224,6 @@ def test_combine_takes_the_rows_that_recv_src_metadata_names(
     assert torch.equal(back[is_first, 0], 0.5 + topk_idx[is_first, 0].div(2, rounding_mode="floor"))
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("do_cpu_sync", [False, True])
 @pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize("do_expand", [False, True])
@@ -270,7 +264,6 @@ def test_a_rank_alone_reads_compares_and_saves_a_handle(
     assert torch.equal(y, x * times)
 
 
-@pytest.mark.ranks(4)
 def test_weights_and_biases_of_combine(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     x, topk_idx, weights = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
@@ -286,7 +279,6 @@ def test_weights_and_biases_of_combine(make_buffer: BufferMaker) -> None:
     assert torch.equal(back, torch.where(topk_idx >= 0, weights, 0.0))
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("is_twice", [True, False])
 @pytest.mark.parametrize("do_expand", [False, True])
 def test_biases_are_the_beginning_of_sums_that_are_rounded_once(
@@ -306,7 +298,6 @@ def test_biases_are_the_beginning_of_sums_that_are_rounded_once(
     assert combined.unique().tolist() == [1 + 2**-7]
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(("is_allowed", "expected"), [(True, 512.0), (False, 516.0)])
 def test_expanded_rows_are_rounded_at_their_rank_if_allowed(
     is_allowed: bool, expected: float, make_buffer: BufferMaker
@@ -325,7 +316,6 @@ def test_expanded_rows_are_rounded_at_their_rank_if_allowed(
     assert combined.unique().tolist() == [expected]
 
 
-@pytest.mark.ranks(4)
 def test_a_handle_keeps_a_copy_of_the_routes_unless_told_otherwise(
     make_buffer: BufferMaker,
 ) -> None:
@@ -335,7 +325,6 @@ def test_a_handle_keeps_a_copy_of_the_routes_unless_told_otherwise(
     assert dispatch(buffer, topk_idx=topk_idx, do_handle_copy=False)[3].topk_idx is topk_idx
 
 
-@pytest.mark.ranks(4)
 def test_counts_are_added_to_the_statistics(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     stats = torch.full((2,), 10, dtype=torch.int32, device=here())
@@ -343,7 +332,6 @@ def test_counts_are_added_to_the_statistics(make_buffer: BufferMaker) -> None:
     assert torch.equal(stats, handle.num_unaligned_recv_tokens_per_expert + 10)
 
 
-@pytest.mark.ranks(4)
 def test_ranks_without_tokens_and_tokens_without_experts(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     num_tokens = 2 if buffer.rank_idx == 1 else 0
@@ -359,7 +347,6 @@ def test_ranks_without_tokens_and_tokens_without_experts(make_buffer: BufferMake
         assert torch.equal(combined, torch.zeros_like(x))
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("do_expand", [False, True])
 def test_autograd_is_left_to_the_caller(do_expand: bool, make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
@@ -379,7 +366,6 @@ def test_autograd_is_left_to_the_caller(do_expand: bool, make_buffer: BufferMake
     assert not sums.requires_grad
 
 
-@pytest.mark.ranks(4)
 def test_events_order_calls_without_cuda(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     event = EventHandle()
@@ -401,7 +387,6 @@ def test_events_order_calls_without_cuda(make_buffer: BufferMaker) -> None:
     assert dispatch(buffer)[4].event is None
 
 
-@pytest.mark.ranks(4)
 def test_bad_input_of_one_rank_is_an_error_on_every_rank(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     rank = buffer.rank_idx
@@ -451,7 +436,6 @@ def test_what_is_not_there_says_what_to_use(call: Any, instead: str) -> None:  #
         call(ElasticBuffer.__new__(ElasticBuffer))
 
 
-@pytest.mark.ranks(4)
 def test_sizes_domains_and_the_end(make_buffer: BufferMaker) -> None:
     group = world()
 

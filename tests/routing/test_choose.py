@@ -45,8 +45,10 @@ def by_nothing(
     raise NotImplementedError("it is not called")
 
 
-def choose(router: Router, spec: RoutingSpec, device: torch.device) -> RouterChoice:
-    return choose_router(router, spec, num_experts=NUM_EXPERTS, device=device, where="rank 3 of 8")
+def choose(
+    router: Router, spec: RoutingSpec, device: torch.device, num_experts: int = NUM_EXPERTS
+) -> RouterChoice:
+    return choose_router(router, spec, num_experts=num_experts, device=device, where="rank 3 of 8")
 
 
 def test_on_a_gpu_auto_takes_the_gate_where_it_can() -> None:
@@ -62,13 +64,10 @@ def test_on_a_gpu_auto_takes_the_gate_where_it_can() -> None:
     assert choose(Router.AUTO, whole, CUDA).explain() == (
         "routing by the reference: the triton gate has no custom functions",
     )
-    largest = choose_router(Router.AUTO, SAID, num_experts=1025, device=CUDA, where="rank 3 of 8")
-    assert largest.explain() == (
+    assert choose(Router.AUTO, SAID, CUDA, 1025).explain() == (
         "routing by the reference: the triton gate takes at most 1024 experts, not 1025",
     )
-    many = RoutingSpec(top_k=33)
-    many_chosen = choose_router(Router.AUTO, many, num_experts=64, device=CUDA, where="rank 3 of 8")
-    assert many_chosen.explain() == (
+    assert choose(Router.AUTO, RoutingSpec(top_k=33), CUDA, 64).explain() == (
         "routing by the reference: the triton gate chooses at most 32 experts a token, not 33",
     )
 

@@ -1,4 +1,4 @@
-"""The reference against a brute-force oracle, then each rule of its docstring by an example."""
+"""The reference against a brute-force oracle, rules of its docstring by examples, properties."""
 
 import math
 from collections.abc import Callable
@@ -6,14 +6,16 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from epcomm.errors import ConfigError, EPError, ShapeError
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec, route
-from tests.routing.cases import bias_for, every_spec, spread_logits
-from tests.routing.oracle import route_rows
+from tests.routing.cases import bias_for, every_spec, pick_spec, spread_logits
+from tests.routing.oracle import route_row, route_rows
 
 NAN, INF = math.nan, math.inf
 # float32 softmax, sum and division: a few units in the last place, each 1.2e-7.
@@ -201,3 +203,130 @@ def test_bad_arguments_are_named(
     spec = RoutingSpec(top_k=2, correction_bias=has_bias)
     with pytest.raises(error, match=message):
         route(logits, spec, correction_bias=bias)
+
+
+# Central differences in float64: the truncation error is of the order STEP**2.
+STEP = 1e-4
+
+
+def weighted_sum(logits: list[float], spec: RoutingSpec, bias: Tensor | None) -> float:
+    """Compute the loss sum_k (k + 1) w_k of one token, by the oracle."""
+    row = route_row(logits, spec, None if bias is None else bias.double().tolist())
+    return sum((k + 1) * weight for k, weight in enumerate(row.weights))
+
+
+def differences(logits: list[float], spec: RoutingSpec, bias: Tensor | None) -> list[float]:
+    """Return the slope of `weighted_sum` in each logit; a NaN logit gets 0."""
+    slopes = []
+    for expert, value in enumerate(logits):
+        above, below = list(logits), list(logits)
+        above[expert], below[expert] = value + STEP, value - STEP
+        rise = weighted_sum(above, spec, bias) - weighted_sum(below, spec, bias)
+        slopes.append(0.0 if math.isnan(value) else rise / (2 * STEP))
+    return slopes
+
+
+def gradient(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> Tensor:
+    logits = logits.clone().requires_grad_()
+    weights = route(logits, spec, correction_bias=bias).topk_weights
+    (result,) = torch.autograd.grad((weights * torch.arange(1, spec.top_k + 1)).sum(), logits)
+    return result
+
+
+@every_spec
+@pytest.mark.parametrize("with_nan", [False, True], ids=["finite", "nan"])
+def test_gradient_equals_the_slope_of_the_oracle(spec: RoutingSpec, with_nan: bool) -> None:
+    logits = spread_logits(3, 16)
+    if with_nan:
+        logits[:, [2, 5, 8]] = math.nan
+    bias = bias_for(spec, 16)
+    result = gradient(logits, spec, bias)
+    slopes = torch.tensor([differences(row, spec, bias) for row in logits.double().tolist()])
+    # 1e-6: float32 rounding of slopes that are of order 1.
+    torch.testing.assert_close(result, slopes, rtol=1e-5, atol=1e-6)
+
+
+@every_spec
+def test_gradient_is_finite_at_extreme_logits(spec: RoutingSpec) -> None:
+    logits = spread_logits(4, 16)
+    logits[0, ::2] = -math.inf
+    logits[1, ::3] = math.inf
+    logits[2, ::2], logits[2, 1::2] = 300.0, -300.0
+    logits[3] = -math.inf
+    assert torch.isfinite(gradient(logits, spec, bias_for(spec, 16))).all()
+
+
+def test_bias_learns_inside_the_score_only() -> None:
+    bias = torch.zeros(6, requires_grad=True)
+    logits = spread_logits(2, 6)
+    inside = RoutingSpec(top_k=2, correction_bias="score")
+    selecting = RoutingSpec(top_k=2, correction_bias="selection")
+    assert route(logits, inside, correction_bias=bias).topk_weights.requires_grad
+    assert not route(logits, selecting, correction_bias=bias).topk_weights.requires_grad
+
+
+# Properties of every spec and batch; hypothesis searches for counterexamples.
+
+NUM_EXPERTS = 12
+# Two float32 scores closer than this may trade places under rounding.
+DECISIVE_GAP = 1e-5
+PROPERTY_RTOL = 2e-6
+
+quick = settings(max_examples=25, deadline=None, derandomize=True)
+# Multiples of 1/4, so that ties are common and a shift is exact.
+logit_values = st.integers(-16, 16).map(lambda quarter: quarter / 4)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> RoutingSpec:
+    return pick_spec(lambda options: draw(st.sampled_from(options)), NUM_EXPERTS, NUM_EXPERTS)
+
+
+def batches(values: st.SearchStrategy[float] = logit_values) -> st.SearchStrategy[Tensor]:
+    row = st.lists(values, min_size=NUM_EXPERTS, max_size=NUM_EXPERTS)
+    return st.lists(row, max_size=3).map(lambda rows: torch.tensor(rows).view(-1, NUM_EXPERTS))
+
+
+biases = st.lists(
+    st.integers(-8, 8).map(lambda part: part / 13), min_size=NUM_EXPERTS, max_size=NUM_EXPERTS
+).map(torch.tensor)
+
+
+def route_with(spec: RoutingSpec, logits: Tensor, bias: Tensor) -> TopKOutput:
+    return route(logits, spec, correction_bias=None if spec.correction_bias == "none" else bias)
+
+
+@quick
+@given(specs(), batches(), biases)
+def test_route_equals_the_oracle(spec: RoutingSpec, logits: Tensor, bias: Tensor) -> None:
+    rows = route_rows(logits, spec, bias)
+    assume(all(row.gap > DECISIVE_GAP for row in rows))
+    topk = route_with(spec, logits, bias)
+    assert topk.topk_ids.tolist() == [row.ids for row in rows]
+    expected = torch.tensor([row.weights for row in rows]).view(-1, spec.top_k)
+    torch.testing.assert_close(topk.topk_weights, expected, rtol=PROPERTY_RTOL, atol=1e-30)
+
+
+@quick
+@given(specs(), batches(st.floats(width=32)), biases)
+def test_any_float_gives_distinct_ids_and_finite_weights(
+    spec: RoutingSpec, logits: Tensor, bias: Tensor
+) -> None:
+    topk = route_with(spec, logits, bias)
+    ordered = topk.topk_ids.sort(dim=-1).values
+    assert (ordered[:, 1:] > ordered[:, :-1]).all()
+    assert ((topk.topk_ids >= 0) & (topk.topk_ids < NUM_EXPERTS)).all()
+    assert torch.isfinite(topk.topk_weights).all()
+    assert (topk.topk_weights >= 0).all()
+
+
+@quick
+@given(specs(), batches(), biases)
+def test_a_token_is_routed_alike_alone_and_in_a_batch(
+    spec: RoutingSpec, logits: Tensor, bias: Tensor
+) -> None:
+    whole = route_with(spec, logits, bias)
+    for token in range(logits.shape[0]):
+        alone = route_with(spec, logits[token : token + 1], bias)
+        assert torch.equal(alone.topk_ids[0], whole.topk_ids[token])
+        assert torch.equal(alone.topk_weights[0], whole.topk_weights[token])

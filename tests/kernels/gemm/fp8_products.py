@@ -6,7 +6,7 @@ from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.records import RowsDispatchOutput
 from epcomm.runners.fp8_triton import Multiply
 from epcomm.runners.gpu_slots import first_product, second_product
-from epcomm.types import Int8Profile, Layout, WeightsAppliedBy
+from epcomm.types import Int8Profile
 from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
 from tests.kernels.gemm.slot_records import Case, record
 
@@ -18,14 +18,7 @@ def check_unused_slots_are_left(
     products: tuple[Multiply, Multiply], weights: Fp8BlockWeights, device: torch.device
 ) -> None:
     """Check that padding between experts and after the last one is not written."""
-    case = Case(
-        layout=Layout.ROWS,
-        who=WeightsAppliedBy.RUNNER,
-        dtype=weights.dtype,
-        is_quantized=True,
-        is_strided=False,
-        expert_alignment=8,
-    )
+    case = Case(dtype=weights.dtype, expert_alignment=8)
     dispatched = record(case, weights.hidden_size, FP8_FLOAT32_SCALES, device)
     assert isinstance(dispatched, RowsDispatchOutput)
     index = dispatched.index

@@ -25,11 +25,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    layout: Layout
-    who: WeightsAppliedBy
     dtype: torch.dtype
-    is_quantized: bool
-    is_strided: bool
+    layout: Layout = Layout.ROWS
+    who: WeightsAppliedBy = WeightsAppliedBy.RUNNER
+    is_quantized: bool = True
+    is_strided: bool = False
     expert_alignment: int = 1
 
     @property
@@ -132,7 +132,6 @@ def empty_record(
 
 
 def check_no_slots(runner: ExpertRunner, weights: ExpertTensors, device: torch.device) -> None:
-    """Check that a rank without rows gets no results, in either layout and format."""
     x = torch.empty(0, weights.hidden_size, dtype=weights.dtype, device=device)
     for layout in Layout:
         for wire_format in (weights.wire_format, WireFormat.of(weights.dtype)):
@@ -151,13 +150,7 @@ def check_poison_stays_in_its_rows(
     runner: ExpertRunner, weights: ExpertTensors, device: torch.device
 ) -> None:
     """Check that results of rows with NaN or infinity are NaN, and all others unchanged."""
-    case = Case(
-        layout=Layout.ROWS,
-        who=WeightsAppliedBy.RUNNER,
-        dtype=weights.dtype,
-        is_quantized=False,
-        is_strided=False,
-    )
+    case = Case(dtype=weights.dtype, is_quantized=False)
     dispatched = record(case, weights.hidden_size, weights.wire_format, device)
     assert isinstance(dispatched, RowsDispatchOutput)
     assert dispatched.index.row_of_slot is not None

@@ -13,6 +13,7 @@ from tests.kernels.gemm import slot_records
 from tests.kernels.gemm.fp8_products import check_unused_slots_are_left
 from tests.kernels.gemm.slot_records import (
     CASES,
+    NUM_EXPERTS,
     Case,
     check_no_slots,
     check_poison_stays_in_its_rows,
@@ -28,8 +29,14 @@ HIDDEN, INNER = 256, 128
 TOLERANCE = {torch.float32: 0.02, torch.bfloat16: 0.024, torch.float16: 0.0205}
 
 
-def make_weights(dtype: torch.dtype, device: torch.device) -> Fp8BlockWeights:
-    weights = slot_records.make_weights(HIDDEN, INNER, device)
+def make_weights(
+    dtype: torch.dtype,
+    device: torch.device,
+    hidden: int = HIDDEN,
+    inner: int = INNER,
+    num_experts: int = NUM_EXPERTS,
+) -> Fp8BlockWeights:
+    weights = slot_records.make_weights(hidden, inner, device, num_experts)
     return replace(Fp8BlockWeights.from_unquantized(weights), hidden_dtype=dtype)
 
 

@@ -28,7 +28,6 @@ from epcomm.runners.quantized_reference import QuantizedReferenceRunner  # noqa:
 from epcomm.types import Layout, WeightsAppliedBy  # noqa: E402
 from epcomm.weights.quantized import Fp8BlockWeights  # noqa: E402
 from epcomm.weights.unquantized import ExpertWeights  # noqa: E402
-from tests.kernels.gemm import slot_records  # noqa: E402
 from tests.kernels.gemm.fp8_products import check_unused_slots_are_left  # noqa: E402
 from tests.kernels.gemm.slot_records import (  # noqa: E402
     CASES,
@@ -38,7 +37,7 @@ from tests.kernels.gemm.slot_records import (  # noqa: E402
     check_poison_stays_in_its_rows,
     record,
 )
-from tests.kernels.gemm.test_fp8 import TOLERANCE  # noqa: E402
+from tests.kernels.gemm.test_fp8 import TOLERANCE, make_weights  # noqa: E402
 from tests.runners.records import largest_error, results_of_experts, rows_record  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
@@ -56,7 +55,6 @@ def _copy_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def needs_hopper(test: Callable[..., None]) -> Callable[..., None] | None:
-    """Skip a test without a GPU of compute capability 9.0."""
     return test if is_hopper else None
 
 
@@ -162,17 +160,6 @@ def test_the_compilers_messages_are_passed_on() -> None:
         compile_to_cubin("__global__ void f() { nonsense; }", arch="sm_90a", name="broken.cu")
 
 
-def make_weights(
-    dtype: torch.dtype,
-    device: torch.device,
-    hidden: int = 256,
-    inner: int = 128,
-    num_experts: int = NUM_EXPERTS,
-) -> Fp8BlockWeights:
-    weights = slot_records.make_weights(hidden, inner, device, num_experts)
-    return replace(Fp8BlockWeights.from_unquantized(weights), hidden_dtype=dtype)
-
-
 def test_experts_that_the_kernels_cannot_read_are_refused_with_reasons() -> None:
     weights = ExpertWeights(gate_up_proj=torch.zeros(2, 64, 200), down_proj=torch.zeros(2, 200, 32))
     verdict = Fp8WgmmaRunner.supports(Fp8BlockWeights.from_unquantized(weights))
@@ -209,13 +196,7 @@ def test_runner_equals_the_plain_one(
     assert largest_error(dispatched, actual, expected) <= TOLERANCE[case.dtype]
 
 
-ROWS_CASE = Case(
-    layout=Layout.ROWS,
-    who=WeightsAppliedBy.RUNNER,
-    dtype=torch.bfloat16,
-    is_quantized=True,
-    is_strided=False,
-)
+ROWS_CASE = Case(dtype=torch.bfloat16)
 
 
 # A warp finds the tiles of 32 experts at a time.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epcomm.quantization import INT8_PER_TOKEN, quantize
 from epcomm.runners.int8_triton import Int8TritonRunner
-from epcomm.types import Int8Profile, Layout, WeightsAppliedBy
+from epcomm.types import Int8Profile, WeightsAppliedBy
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertWeights
 from tests.cases.quantized_model import Bounded, assert_within, expert_model
@@ -41,17 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 HIDDEN, INNER = 208, 144
 # Relative error of a stored result: the interpreter truncates to bfloat16 instead of rounding.
 STORED = {torch.float32: 0.0, torch.bfloat16: 2.0**-7 if IS_INTERPRETED else 2.0**-8}
-ALL_CASES = CASES + [
-    Case(
-        layout=Layout.ROWS,
-        who=WeightsAppliedBy.RUNNER,
-        dtype=dtype,
-        is_quantized=True,
-        is_strided=False,
-        expert_alignment=8,
-    )
-    for dtype in STORED
-]
+ALL_CASES = CASES + [Case(dtype=dtype, expert_alignment=8) for dtype in STORED]
 
 
 def make_weights(dtype: torch.dtype, device: torch.device) -> Int8ChannelWeights:

@@ -44,4 +44,6 @@ def assert_golden(found: Tensor, golden: dict[str, Any]) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+    """Return the sha256 of the bytes, row-major."""
+    data = tensor.contiguous().view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()

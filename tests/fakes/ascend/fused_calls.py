@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from fakes.ascend.deep_ep.buffer import FuseMode
-from fakes.ascend.deep_ep.fused_call import FusedCall
 from fakes.ascend.formats import ACL_FORMAT_NZ
 from tests.fakes.ascend import fuseep
 
@@ -60,21 +59,3 @@ def recorded_call(mode: FuseMode, rank: int) -> dict[str, Any]:
         "num_experts": fuseep.E,
         "fuse_mode": mode,
     }
-
-
-def all_experts(mode: FuseMode) -> FusedCall:
-    """Make the call of a single rank that has all experts of the recording and rank 0's tokens."""
-    weights = packed(mode, fuseep.weights())
-    ids, topk_weights = fuseep.topk(0)
-    return FusedCall(
-        x=fuseep.hidden_states(0),
-        ids=ids,
-        weights=topk_weights,
-        w13=weights["gmm1_permuted_weight"],
-        s13=weights["gmm1_permuted_weight_scale"],
-        w2=weights["gmm2_weight"],
-        s2=weights["gmm2_weight_scale"],
-        limit=fuseep.M,
-        num_experts=fuseep.E,
-        num_ranks=1,
-    )

@@ -1,7 +1,5 @@
 """Inputs of the recording of whole W8A8 expert layers: two ranks, weights by formula."""
 
-import hashlib
-
 import torch
 from torch import Tensor
 
@@ -17,13 +15,6 @@ NUM_TOKENS = (5, 3)
 def grid(*sizes: int) -> tuple[Tensor, ...]:
     """Return the index of each dimension, int64."""
     return torch.meshgrid(*(torch.arange(size) for size in sizes), indexing="ij")
-
-
-def digest(tensor: Tensor) -> str:
-    """Return the sha256 of the bytes, row-major."""
-    return hashlib.sha256(
-        bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
-    ).hexdigest()
 
 
 def hidden_states(rank: int) -> Tensor:
@@ -51,15 +42,3 @@ def weights() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     e, h = grid(E, H)
     s2 = (900007 + 6007 * ((3 * h + 17 * e) % 89)).double() * 2**-27
     return w13.to(torch.int8), w2.to(torch.int8), s13.float(), s2.float()
-
-
-def dense(rank: int) -> Tensor:
-    """Return y of the layer with only the weights quantised, float64 [T, H]."""
-    w13, w2, s13, s2 = (tensor.double() for tensor in weights())
-    x = hidden_states(rank).double()
-    gate, up = torch.einsum("th,eih->tei", x, w13 * s13[:, :, None]).chunk(2, dim=-1)
-    hidden = gate * torch.sigmoid(gate) * up
-    y = torch.einsum("tei,ehi->teh", hidden, w2 * s2[:, :, None])
-    ids, topk_weights = topk(rank)
-    chosen = y[torch.arange(len(x))[:, None], ids]
-    return (chosen * topk_weights.double()[:, :, None]).sum(1)

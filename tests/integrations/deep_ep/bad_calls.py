@@ -76,6 +76,12 @@ def with_scales(scales: object) -> Callable[[Tensor], object]:
     return lambda x: (codes(x), scales)
 
 
+def disagreeing(what: str, of_rank_0: object, of_rank_1: object, **changes: object) -> Case:
+    """Return the case in which ranks differ in `what` once the faulty rank changes arguments."""
+    words = f"disagree on {what}: {of_rank_0} on rank 0, {of_rank_1} on rank 1"
+    return (changes, ConfigError, words)
+
+
 def cases_of_ids(num_tokens: int) -> dict[str, Case]:
     """Return the cases of topk_idx [T, 2] of four experts; T of the faulty rank."""
     shape = rf"topk_idx is \[{num_tokens - 1}, 2\].*expected \[{num_tokens}, any\]"
@@ -88,10 +94,9 @@ def cases_of_ids(num_tokens: int) -> dict[str, Case]:
 
 def cases_of_dispatch(num_tokens: int, hidden_size: int) -> dict[str, Case]:
     """Return the cases of a normal dispatch of bfloat16 rows [T, H], for V1 and V2."""
-    ones, top_k = torch.ones(num_tokens, 1), {"topk_idx": narrow, "topk_weights": narrow}
+    ones = torch.ones(num_tokens, 1)
     weights = rf"topk_weights is \[{num_tokens}, 1\].*\[{num_tokens}, 2\]"
     no_k = {"topk_idx": lambda ids: ids[:, :0], "topk_weights": ones[:, :0]}
-    other_hidden = f"disagree on hidden_size: {hidden_size} on rank 0, {hidden_size // 2} on rank 1"
     return {
         **spoilt("x", "topk_idx"),
         **cases_of_ids(num_tokens),
@@ -114,8 +119,8 @@ def cases_of_dispatch(num_tokens: int, hidden_size: int) -> dict[str, Case]:
             ConfigError,
             "previous_event is int, expected EventHandle, EventOverlap or None",
         ),
-        "hidden_others": ({"x": narrow}, ConfigError, other_hidden),
-        "top_k_others": (top_k, ConfigError, "disagree on top_k: 2 on rank 0, 1 on rank 1"),
+        "hidden_others": disagreeing("hidden_size", hidden_size, hidden_size // 2, x=narrow),
+        "top_k_others": disagreeing("top_k", 2, 1, topk_idx=narrow, topk_weights=narrow),
         "dtype_others": ({"x": with_scales(ones)}, ConfigError, "disagree on .*bf16.*, .*fp8"),
     }
 

@@ -19,6 +19,7 @@ from tests.integrations.deep_ep.bad_calls import (
     check_refused,
     check_wrong_ids_of_a_new_shape,
     cut,
+    disagreeing,
     narrow,
     spoilt,
 )
@@ -28,6 +29,7 @@ from tests.integrations.deep_ep.v1_ranks import world
 pytestmark = pytest.mark.ranks(2)
 
 T, H, K, E, M = 3, 128, 2, 4, 4
+LIMIT = "num_max_dispatch_tokens_per_rank"
 
 
 def own_batch() -> Batch:
@@ -58,8 +60,7 @@ def along_arguments(buffer: Buffer) -> Arguments:
 def low_latency_dispatch_arguments(buffer: Buffer) -> Arguments:
     del buffer
     batch = own_batch()
-    sizes = {"num_max_dispatch_tokens_per_rank": M, "num_experts": E}
-    return {"x": batch.x, "topk_idx": batch.ids, "use_fp8": False, **sizes}
+    return {"x": batch.x, "topk_idx": batch.ids, "use_fp8": False, LIMIT: M, "num_experts": E}
 
 
 def low_latency_combine_arguments(buffer: Buffer) -> Arguments:
@@ -93,27 +94,17 @@ DISPATCH: dict[str, Case] = {
         "num_tokens_per_expert has 3 entries, expected a multiple of the 2 ranks",
     ),
     "alignment": ({"expert_alignment": 0}, ConfigError, "expert_alignment is 0, expected a posit"),
-    "worst_others": (
-        {"num_worst_tokens": 16},
-        ConfigError,
-        "disagree on num_worst_tokens: 0 on rank 0, 16 on rank 1",
-    ),
+    "worst_others": disagreeing("num_worst_tokens", 0, 16, num_worst_tokens=16),
     "config": CONFIG,
     "event": STREAM,
-    "experts_others": (
-        {"num_tokens_per_expert": lambda counts: torch.cat([counts, counts])},
-        ConfigError,
-        "disagree on num_local_experts: 2 on rank 0, 4 on rank 1",
+    "experts_others": disagreeing(
+        "num_local_experts", 2, 4, num_tokens_per_expert=lambda counts: torch.cat([counts, counts])
     ),
 }
 COMBINE: dict[str, Case] = {
     **spoilt("x", optional=("topk_weights",)),
     "x_rows": ({"x": cut}, ShapeError, r"x is \[4, 128\].*expected \[5, 128\]"),
-    "weights_others": (
-        {"topk_weights": None},
-        ConfigError,
-        "disagree on has_topk_weights: true on rank 0, false on rank 1",
-    ),
+    "weights_others": disagreeing("has_topk_weights", "true", "false", topk_weights=None),
     "bias_rows": ({"bias": MANY_ROWS}, ShapeError, r"bias is \[4, 128\].*expected \[3, 128\]"),
     "three_biases": ({"bias": (BIAS,) * 3}, ShapeError, "bias is a tuple of 3, expected two tenso"),
     "handle_none": ({"handle": None}, HandleError, r"handle is NoneType, expected what dispatch\("),
@@ -124,7 +115,7 @@ ALONG: dict[str, Case] = {
     **spoilt("x"),
     "x_rows": ({"x": cut}, ShapeError, r"x is \[2, 128\].*expected \[3, 128\]"),
     "x_too_wide": ({"x": Tensor.float}, ShapeError, "rows take 512 bytes .*expected at most 256"),
-    "dtype_others": ({"x": Tensor.half}, ConfigError, "disagree on x: .*bfloat16.*, .*float16"),
+    "dtype_others": disagreeing("x", ".*bfloat16.*", ".*float16.*", x=Tensor.half),
     "config": CONFIG,
 }
 LOW_LATENCY_DISPATCH: dict[str, Case] = {
@@ -136,26 +127,18 @@ LOW_LATENCY_DISPATCH: dict[str, Case] = {
         ShapeError,
         "num_experts is 5, expected a multiple",
     ),
-    "experts_others": (
-        {"num_experts": 2 * E},
-        ConfigError,
-        "disagree on num_local_experts: 2 on rank 0, 4 on rank 1",
-    ),
+    "experts_others": disagreeing("num_local_experts", 2, 4, num_experts=2 * E),
     "ids_repeated": (
         {"topk_idx": torch.zeros(T, K, dtype=torch.int64)},
         CapacityError,
         "topk_idx names an expert 6 times, expected at most .* = 4",
     ),
     "too_many_tokens": (
-        {"num_max_dispatch_tokens_per_rank": 2},
+        {LIMIT: 2},
         CapacityError,
-        "x has 3 tokens, expected at most num_max_dispatch_tokens_per_rank = 2",
+        f"x has 3 tokens, expected at most {LIMIT} = 2",
     ),
-    "limit_others": (
-        {"num_max_dispatch_tokens_per_rank": 2 * M},
-        ConfigError,
-        "disagree on max_tokens_per_rank: 4 on rank 0, 8 on rank 1",
-    ),
+    "limit_others": disagreeing("max_tokens_per_rank", M, 2 * M, **{LIMIT: 2 * M}),
     "fp8_others": ({"use_fp8": True}, ConfigError, "disagree on .*bf16.* rank 0, .*fp8.* rank 1"),
     "packed_without_powers": (
         {"use_fp8": True, "use_ue8m0": True},

@@ -59,6 +59,13 @@ class Batch:
         return rows, weights, handle, is_in_rank.sum(1, keepdim=True)
 
 
+def along(buffer: Buffer, x: Tensor, handle: tuple[Tensor, ...]) -> Tensor:
+    """Return the rows of x along a handle."""
+    rows = buffer.dispatch(x, handle=handle)[0]
+    assert isinstance(rows, Tensor)
+    return rows
+
+
 @pytest.mark.ranks(2)
 def test_one_buffer_serves_any_shapes_and_keeps_any_handles() -> None:
     rank, buffer = world().rank(), Buffer(world(), low_latency_mode=True)
@@ -77,8 +84,7 @@ def test_one_buffer_serves_any_shapes_and_keeps_any_handles() -> None:
             y, returned, _ = buffer.combine(rows * factor, handle, topk_weights=weights)
             assert torch.equal(y, (batch.x.float() * factor * num_ranks).bfloat16())
             assert torch.equal(returned, batch.weights)
-            along = buffer.dispatch(batch.x * factor, handle=handle)[0]
-            assert torch.equal(along, rows * factor)
+            assert torch.equal(along(buffer, batch.x * factor, handle), rows * factor)
 
 
 @pytest.mark.ranks(2)
@@ -161,18 +167,14 @@ def wrong_rows(buffer: Buffer, batch: Batch) -> Tensor:
 
 
 def wrong_cached_rows(buffer: Buffer, batch: Batch) -> Tensor:
-    handle = batch.dispatch(buffer)[2]
-    rows = buffer.dispatch(batch.x[buffer.rank == 0 :], handle=handle)[0]
-    assert isinstance(rows, Tensor)
+    rows = along(buffer, batch.x[buffer.rank == 0 :], batch.dispatch(buffer)[2])
     # The rows of rank 0 come first; those of this rank are what it sent.
     return rows[: len(rows) - len(batch.x)]
 
 
 def too_wide_cached_rows(buffer: Buffer, batch: Batch) -> Tensor:
-    handle = batch.dispatch(buffer)[2]
     x = batch.x.double() if buffer.rank == 0 else batch.x
-    rows = buffer.dispatch(x, handle=handle)[0]
-    assert isinstance(rows, Tensor)
+    rows = along(buffer, x, batch.dispatch(buffer)[2])
     return rows[: len(rows) - len(batch.x)]
 
 
@@ -298,9 +300,8 @@ def test_autograd_is_left_to_the_caller() -> None:
     buffer = Buffer(world())
     batch = with_gradients(buffer.rank)
     rows, weights, handle, num_ranks = batch.dispatch(buffer)
-    along = buffer.dispatch(batch.x, handle=handle)[0]
-    assert isinstance(along, Tensor)
-    assert not any(each.requires_grad for each in (rows, weights, along))
+    again = along(buffer, batch.x, handle)
+    assert not any(each.requires_grad for each in (rows, weights, again))
     weights = weights.requires_grad_()
     bias = torch.ones_like(batch.x).requires_grad_()
     y, sums, _ = buffer.combine(rows.requires_grad_(), handle, topk_weights=weights, bias=bias)
@@ -379,12 +380,10 @@ def test_rows_along_a_handle_of_worst_case_rows_are_as_many() -> None:
     buffer = Buffer(world())
     batch = Batch(buffer.rank, (32, 2, 4))
     rows, _, handle, _ = batch.dispatch(buffer, num_worst_tokens=16)
-    along = buffer.dispatch(batch.x, handle=handle)[0]
-    assert isinstance(along, Tensor)
-    assert along.shape == rows.shape == (16, 32)
-    y, _, _ = buffer.combine(along, handle)
-    num_ranks = batch.dispatch(buffer)[3]
-    assert torch.equal(y, batch.x * num_ranks)
+    again = along(buffer, batch.x, handle)
+    assert again.shape == rows.shape == (16, 32)
+    y, _, _ = buffer.combine(again, handle)
+    assert torch.equal(y, batch.x * batch.dispatch(buffer)[3])
     # One SM is a channel, and all tokens are its own.
     assert batch.dispatch(buffer, config=Config(num_sms=1))[2][1].shape == (2, 1)
 
@@ -439,8 +438,7 @@ class DispatchAndSave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ANN401 - as torch has it
         grad = grads[0]
         dx, _, _ = ctx.buffer.combine(grad, ctx.saved_tensors)
-        along = ctx.buffer.dispatch(dx, handle=list(ctx.saved_tensors))[0]
-        assert along.shape == grad.shape
+        assert along(ctx.buffer, dx, list(ctx.saved_tensors)).shape == grad.shape
         return dx, None, None, None
 
 

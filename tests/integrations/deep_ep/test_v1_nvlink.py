@@ -26,7 +26,7 @@ from tests.integrations.deep_ep.test_v1_calls import (
     wrong_ids_of_a_new_shape,
 )
 from tests.integrations.deep_ep.test_v1_calls import there_and_back as low_latency
-from tests.integrations.deep_ep.test_v1_low_latency import COMBINED, FORMATS
+from tests.integrations.deep_ep.test_v1_strict import COMBINED, FORMATS
 from tests.integrations.deep_ep.v1_ranks import (
     CASES,
     LL_H,

@@ -4,7 +4,10 @@ import inspect
 import json
 import pickle
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +16,8 @@ from torch import Tensor
 from epcomm.errors import CapacityError, HandleError, ShapeError
 from epcomm.integrations.deep_ep import ElasticBuffer, EventHandle
 from epcomm.integrations.deep_ep.checks import Absent
-from tests.integrations.deep_ep.counting import counted_exchanges
+from epcomm.integrations.deep_ep.normal import RowExchange
+from epcomm.integrations.deep_ep.ranks import Ranks
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.golden_v2 import (
     CASES,
@@ -222,6 +226,32 @@ def test_combine_takes_the_rows_that_recv_src_metadata_names(
     assert torch.equal(back[:, 1:], torch.zeros_like(back[:, 1:]))
     is_first = topk_idx[:, 0] >= 0
     assert torch.equal(back[is_first, 0], 0.5 + topk_idx[is_first, 0].div(2, rounding_mode="floor"))
+
+
+EXCHANGES = ("dispatch", "cached_dispatch", "combine")
+
+
+@contextmanager
+def counted_exchanges(exchange: RowExchange) -> Iterator[list[str]]:
+    """Yield the names of the exchanges that this rank begins on the buffer of `exchange`.
+
+    Each exchange raises an error before it waits for another rank.
+    """
+    begun: list[str] = []
+
+    def refuse(name: str) -> Callable[..., None]:
+        def begin(*_: object, **__: object) -> None:
+            begun.append(name)
+            raise AssertionError(f"{name} communicates")
+
+        return begin
+
+    kind = type(exchange.buffer)
+    with ExitStack() as patches:
+        for owner, names in ((Ranks, ("gather", "announce")), (kind, EXCHANGES)):
+            for name in names:
+                patches.enter_context(patch.object(owner, name, refuse(name)))
+        yield begun
 
 
 @pytest.mark.parametrize("do_cpu_sync", [False, True])

@@ -18,6 +18,7 @@ from tests.integrations.deep_ep.bad_calls import (
     check_refused,
     check_wrong_ids_of_a_new_shape,
     cut,
+    disagreeing,
     narrow,
     spoilt,
     with_scales,
@@ -36,13 +37,13 @@ class Batch:
         num_tokens = 3 + rank
         tokens = torch.arange(num_tokens)
         self.x = (1.0 + 10 * rank + tokens).unsqueeze(1).repeat(1, HIDDEN).bfloat16()
-        self.topk_idx = (tokens.unsqueeze(1) + torch.arange(TOP_K) + rank) % NUM_EXPERTS
+        self.ids = (tokens.unsqueeze(1) + torch.arange(TOP_K) + rank) % NUM_EXPERTS
         self.weights = torch.full((num_tokens, TOP_K), 0.5)
 
     def arguments(self, **options: Any) -> Arguments:  # noqa: ANN401 - any of dispatch
         own = {
             "x": self.x,
-            "topk_idx": self.topk_idx,
+            "topk_idx": self.ids,
             "topk_weights": self.weights,
             "num_experts": NUM_EXPERTS,
             "num_max_tokens_per_rank": MAX_TOKENS,
@@ -67,11 +68,7 @@ LAUNCH: dict[str, Case] = {
         "previous_event_before_epilogue is int, expected EventHandle, EventOverlap or None",
     ),
 }
-WEIGHTS_MISSING: Case = (
-    {"topk_weights": None},
-    ConfigError,
-    "disagree on has_topk_weights: true on rank 0, .*on rank 1",
-)
+WEIGHTS_MISSING = disagreeing("has_topk_weights", "true", "false", topk_weights=None)
 DISPATCHES: dict[str, Case] = {
     **LAUNCH,
     **cases_of_dispatch(4, HIDDEN),
@@ -79,16 +76,8 @@ DISPATCHES: dict[str, Case] = {
     "topk_idx_int32": ({"topk_idx": Tensor.int}, ShapeError, "topk_idx is .*int32.*expected .*64"),
     "weights_missing": WEIGHTS_MISSING,
     "experts_no_multiple": ({"num_experts": 5}, ConfigError, "num_experts is 5, expected a multip"),
-    "experts_others": (
-        {"num_experts": 2 * NUM_EXPERTS},
-        ConfigError,
-        "disagree on num_local_experts: 2 on rank 0, 4 on rank 1",
-    ),
-    "max_tokens_others": (
-        {LIMIT: 2 * MAX_TOKENS},
-        ConfigError,
-        "disagree on .*max_tokens_per_rank: 16 on rank 0, 32 on rank 1",
-    ),
+    "experts_others": disagreeing("num_local_experts", 2, 4, num_experts=2 * NUM_EXPERTS),
+    "max_tokens_others": disagreeing(".*max_tokens_per_rank", 16, 32, **{LIMIT: 2 * MAX_TOKENS}),
     "too_many_tokens": (
         {"x": many, "topk_idx": many, "topk_weights": many},
         CapacityError,
@@ -100,11 +89,7 @@ DISPATCHES: dict[str, Case] = {
         r"recv_stats is \[2\] torch.float32.*expected \[2\] torch.int32",
     ),
     "alignment_zero": ({"expert_alignment": 0}, ConfigError, "expert_alignment is 0, expected a p"),
-    "alignment_others": (
-        {"expert_alignment": 8},
-        ConfigError,
-        "disagree on expert_alignment: 1 on rank 0, 8 on rank 1",
-    ),
+    "alignment_others": disagreeing("expert_alignment", 1, 8, expert_alignment=8),
     "handle_of_nothing": (
         {"handle": (3,), "topk_idx": None},
         HandleError,
@@ -126,10 +111,8 @@ ALONG: dict[str, Case] = {
     "experts": ({"num_experts": 8}, HandleError, "num_experts is 8, expected 4 as in the dispatch"),
     "expand": ({"do_expand": True}, HandleError, "do_expand is True, expected False"),
     "x_rows": ({"x": cut}, ShapeError, r"x is \[3, 256\].*expected \[4, 256\]"),
-    "x_quantized_alone": (
-        {"x": with_scales(torch.ones(4, 1))},
-        ConfigError,
-        r"disagree on x: .*256\] torch.bfloat16.* on rank 0, .*float8_e4m3fn.* on rank 1",
+    "x_quantized_alone": disagreeing(
+        "x", r".*256\] torch.bfloat16.*", ".*float8_e4m3fn.*", x=with_scales(torch.ones(4, 1))
     ),
     "weights_missing": WEIGHTS_MISSING,
     "handle_of_nothing": ({"handle": 3}, HandleError, "handle is int, expected"),
@@ -158,7 +141,7 @@ def along_of(buffer: ElasticBuffer, batch: Batch, **options: Any) -> Arguments: 
 
 def check_serves(buffer: ElasticBuffer, batch: Batch, **options: Any) -> None:  # noqa: ANN401
     y, weights, _ = buffer.combine(**state_of(buffer, batch, **options))
-    num_ranks = torch.tensor([[len({e // 2 for e in row})] for row in batch.topk_idx.tolist()])
+    num_ranks = torch.tensor([[len({e // 2 for e in row})] for row in batch.ids.tolist()])
     assert torch.equal(y, batch.x * num_ranks)
     assert torch.equal(weights, batch.weights)
 

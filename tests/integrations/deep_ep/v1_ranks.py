@@ -95,8 +95,6 @@ def refused(match: str) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class NormalResult:
-    """The results of a normal dispatch with ids."""
-
     x: Tensor
     scales: Tensor | None
     ids: Tensor
@@ -159,8 +157,6 @@ def recorded_fp8(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class LowLatencyResult:
-    """The results of a low-latency dispatch."""
-
     x: Tensor
     scales: Tensor | None
     count: Tensor

@@ -1,14 +1,9 @@
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 
 import pytest
 
 
 def needs(distribution: str) -> pytest.MarkDecorator:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        is_missing = True
-    else:
-        is_missing = False
+    is_missing = not any(distributions(name=distribution))
     reason = f"{distribution} is not installed; pip install --no-deps -r tests/clients.txt"
     return pytest.mark.skipif(is_missing, reason=reason)

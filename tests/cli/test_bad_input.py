@@ -47,9 +47,9 @@ OPTIONS = [
 ]
 HUGE = [
     BadCall(
-        id=f"{command[0]} {option}, {len(str(value))} digits",
-        arguments=[*command, option, str(value)],
-        message=message if option != "--ranks" else f"{MAX_RANKS}",
+        id=f"{command[0]} {option}, 401 digits",
+        arguments=[*command, option, str(10**400)],
+        message=f" is {10**79}..., " if option != "--ranks" else f"{MAX_RANKS}",
     )
     for command, options in (
         (PLAN, ("--hidden-size", "--num-experts", "--top-k", "--ranks")),
@@ -58,7 +58,6 @@ HUGE = [
         ([*BENCH, "--layer"], ("--intermediate",)),
     )
     for option in options
-    for value, message in ((10**400, f" is {10**79}..., "),)
 ]
 # The parts of a report that are its measurement; NUMBERS: of tokens, and of microseconds.
 REPORT = (
@@ -152,7 +151,16 @@ FILES = [
         ("--model", "model.json", '{"num_experts": [8, 16]}', "num_experts as a list, expected"),
     )
 ]
-CALLS = [*OPTIONS, *WORDS, *HUGE, *MEASUREMENTS, *FILES]
+LOADS = [
+    BadCall(id="load no.json", arguments=["load", "FOLDER/no.json"], message="does not exist"),
+    BadCall(
+        id="load of no load",
+        arguments=["load", "FOLDER/other.json"],
+        message="epcomm load: ExpertLoad.from_json: the text is not the load of experts",
+        files={"other.json": "{}"},
+    ),
+]
+CALLS = [*OPTIONS, *WORDS, *HUGE, *MEASUREMENTS, *FILES, *LOADS]
 
 
 def refused(*arguments: str, **variables: str) -> str:

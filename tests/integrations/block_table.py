@@ -33,22 +33,15 @@ NUM_TOKENS, VOCABULARY = 6, 32
 TINY: Mapping[str, object] = {
     **SIZES,
     **GROUPED,
-    "num_experts": NUM_EXPERTS,
-    "num_local_experts": NUM_EXPERTS,
-    "n_routed_experts": NUM_EXPERTS,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), NUM_EXPERTS),
     "moe_num_experts": NUM_EXPERTS,
     "expert_ffn_hidden_size": 8,
     "moe_topk": 2,
     "top_k_experts": 2,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "shared_expert_intermediate_size": 12,
-    "shared_experts_intermediate_size": 12,
-    "shared_intermediate_size": 12,
-    "moe_shared_expert_intermediate_size": 12,
-    "moe_hidden_size": 12,
-    "moe_latent_size": 12,
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_experts_intermediate_size"), 12),
+    **dict.fromkeys(("shared_intermediate_size", "moe_shared_expert_intermediate_size"), 12),
+    **dict.fromkeys(("moe_hidden_size", "moe_latent_size"), 12),
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "zero_expert_num": 4,
@@ -57,10 +50,8 @@ TINY: Mapping[str, object] = {
     "vocab_size": VOCABULARY,
     # Settings that decide what is computed have values that show in it.
     "norm_topk_prob": True,
-    "router_scaling_factor": 1.5,
-    "moe_router_scaling_factor": 1.5,
-    "moe_routed_scaling_factor": 1.5,
-    "route_scale": 1.5,
+    **dict.fromkeys(("router_scaling_factor", "moe_router_scaling_factor"), 1.5),
+    **dict.fromkeys(("moe_routed_scaling_factor", "route_scale"), 1.5),
     "moe_router_logit_softcapping": 0.8,
     "swiglu_limit": 0.7,
     "input_jitter_noise": 0.0,
@@ -77,7 +68,6 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The class name with the changes."""
         changes = ", ".join(f"{name}={value}" for name, value in self.changes.items())
         return self.block.__name__ + (f" ({changes})" if changes else "")
 
@@ -101,7 +91,6 @@ class Row:
 
     @property
     def is_served(self) -> bool:
-        """Return whether the layer equals the block."""
         return not self.refusal and self.error <= FP32_TOLERANCE
 
 

@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 # transformers must not access the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -35,14 +33,9 @@ from epcomm import (
     EPGroup,
     ExpertParallelExperts,
     ExpertParallelMoE,
-    idle_step,
 )
 from epcomm.integrations.transformers import prepare_trainer
-from epcomm.sharding.shards import sharded_parameters
-from epcomm.testing.layer_suite import FP32_TOLERANCE
-from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict
-from epcomm.training.gradients import scale_expert_gradients
 from tests.cases.shared_folder import shared_folder
 from tests.integrations.test_saving_and_lora import SIZES, qwen3_moe, spread
 from tests.placement.layers import any_placement, expect_copies_of
@@ -64,8 +57,6 @@ def spread_model(group: EPGroup, config: EPConfig | None = None) -> PreTrainedMo
 
 
 class MoveExperts(TrainerCallback):
-    """Moves the experts of all layers after every step."""
-
     def on_step_end(
         self,
         args: TrainingArguments,
@@ -178,24 +169,6 @@ def test_trainer_trains_copies_of_experts_that_move_like_one_process(group: EPGr
             prepare_trainer(resumed)
             resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_STEP}"))
             assert losses_of(resumed) == pytest.approx(expected, rel=LOSS_TOLERANCE)
-
-
-def test_rank_without_data_runs_a_token_of_a_model_inside_fsdp() -> None:
-    ids = samples()[0]["input_ids"][None]
-    alone = dense_model()
-    (alone(input_ids=ids, labels=ids).loss / NUM_RANKS).backward()
-    with EPGroup() as group:
-        model = spread_model(group)
-        scale_expert_gradients(model, 1 / NUM_RANKS)
-        fully_shard(model, ignored_params=set(sharded_parameters(model)))
-        if group.rank == 0:
-            model(input_ids=ids, labels=ids).loss.backward()
-        else:
-            idle_step(model)
-        for name, parameter in alone.named_parameters():
-            gradient = model.get_parameter(name).grad
-            assert isinstance(gradient, DTensor)
-            assert relative_error(gradient.full_tensor(), parameter.grad) <= FP32_TOLERANCE, name
 
 
 def test_trainer_that_cannot_be_prepared_is_refused() -> None:

@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 
 import pytest
@@ -13,13 +12,6 @@ def test_the_worked_example() -> None:
     assert EXAMPLE.replicas == ((0, 3), (1,), (2,))
     assert [EXAMPLE.experts_of_rank(rank) for rank in range(2)] == [(0, 1), (2, 0)]
     assert [EXAMPLE.rank_of(physical) for physical in range(4)] == [0, 0, 1, 1]
-
-
-def test_hosts_have_ranks_in_a_row() -> None:
-    placement = ExpertPlacement.spread(
-        num_experts=4, num_ranks=4, num_hosts=2, num_physical_experts=8
-    )
-    assert [placement.host_of(physical) for physical in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 def test_tokens_choose_among_all_copies_or_the_nearest() -> None:
@@ -63,12 +55,6 @@ def test_spread_places_every_expert(num_experts: int, num_physical: int) -> None
         num_experts=num_experts, num_ranks=4, num_physical_experts=num_physical
     )
     assert placement.physical_to_logical[:num_experts] == tuple(range(num_experts))
-
-
-def test_json_gives_the_same_placement() -> None:
-    text = EXAMPLE.as_json()
-    assert json.loads(text)["physical_to_logical"] == [0, 1, 2, 0]
-    assert ExpertPlacement.from_json(text) == EXAMPLE
 
 
 @pytest.mark.parametrize(

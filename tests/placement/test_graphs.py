@@ -29,7 +29,6 @@ TOLERANCE = 5 * 2**-8
 
 
 def needs_gpus(test: Callable[..., None]) -> Callable[..., None] | None:
-    """Skip a test without GPUs."""
     return test if os.environ.get(BACKEND_ENV) in GPU_BACKENDS else None
 
 

@@ -59,14 +59,6 @@ def test_anoperation_of_one_rank_is_named_on_all_and_the_group_goes_on(
     assert str(again) == str(expected)
 
 
-def test_different_operations_are_named(group: EPGroup) -> None:
-    parameter = parameter_of(OverRanks(group))
-    text = "rank 0 is in sum of an expert parameter while rank 1 is in vector_norm of an expert"
-    with pytest.raises(HandleError, match=text):
-        parameter.sum() if group.rank == 0 else parameter.norm()
-    assert parameter.sum().isfinite()
-
-
 def test_local_operations_of_one_rank_wait_for_nobody(group: EPGroup) -> None:
     model = OverRanks(group)
     if group.rank == 0:

@@ -189,17 +189,6 @@ def test_infinity_on_one_rank_is_seen_by_loss_scaling_on_all(group: EPGroup) -> 
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_copy_of_a_model_computes_alike_and_has_weights_of_its_own(group: EPGroup) -> None:
-    model = OverRanks(group)
-    expected = model(tokens(group.rank))
-    other = copy.deepcopy(model)
-    assert other.experts.group is group
-    with torch.no_grad():
-        model.experts.get_parameter("down_proj").zero_()
-    assert torch.equal(other(tokens(group.rank)), expected)
-    assert not model(tokens(group.rank)).any()
-
-
 def test_pickle_is_refused_with_what_to_save_instead(group: EPGroup) -> None:
     with pytest.raises(PickleRefused, match="save state_dict"):
         pickle.dumps(OverRanks(group))
@@ -208,8 +197,6 @@ def test_pickle_is_refused_with_what_to_save_instead(group: EPGroup) -> None:
 
 
 class Twice(nn.Module):
-    """A parametrisation."""
-
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 2
 

@@ -105,15 +105,6 @@ def of_one_rank(model: OverRanks) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks(2)
-def test_own_state_is_loaded_from_a_file_of_torch(group: EPGroup) -> None:
-    model = OverRanks(group)
-    doubled = {name: tensor * 2 for name, tensor in model.state_dict().items()}
-    model.load_state_dict(saved_and_loaded(doubled))
-    gathered, before = gather_state_dict(model, group), InOneProcess().state_dict()
-    assert all(torch.equal(gathered[name], 2 * tensor) for name, tensor in before.items())
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("state_of", "message"),
     [
@@ -133,6 +124,27 @@ def test_experts_of_others_are_refused(
     after = gather_state_dict(model, group)
     name = "experts.down_proj"
     assert torch.equal(after[name], before[name])
+
+
+@pytest.mark.ranks(2)
+def test_one_layer_under_two_names_is_whole_under_both(group: EPGroup) -> None:
+    layer = OverRanks(group)
+    model = nn.ModuleDict({"first": layer, "again": layer})
+    state = gather_state_dict(model, group)
+    for name in ("experts.gate_up_proj", "experts.down_proj"):
+        assert state[f"first.{name}"].shape[0] == NUM_EXPERTS
+        assert torch.equal(state[f"first.{name}"], state[f"again.{name}"])
+    load_full_state_dict(model, state)
+
+
+@pytest.mark.ranks(2)
+def test_state_of_one_rank_is_refused_as_a_whole(group: EPGroup) -> None:
+    model = OverRanks(group)
+    message = "holds 4 experts, expected all 8; gather the state first"
+    with pytest.raises(ShapeError, match=message):
+        load_full_state_dict(model, model.state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict"):
+        load_full_state_dict(model, {})
 
 
 def tensor_by_tensor(model: OverRanks, whole: Mapping[str, Tensor], group: EPGroup) -> None:

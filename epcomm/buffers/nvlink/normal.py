@@ -43,7 +43,7 @@ from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.kernels.nvlink.common.plan_parts import IndexSizes, NVLinkNormalExchangePlan, PlanBlock
 from epcomm.kernels.nvlink.normal import program
 from epcomm.kernels.nvlink.normal.collect import collect_rows
-from epcomm.kernels.nvlink.normal.combine import combine_rows
+from epcomm.kernels.nvlink.normal.combine import SUM_FORMATS, combine_rows
 from epcomm.kernels.nvlink.normal.dispatch import dispatch_rows, limits_of, prepare
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange
 from epcomm.platforms.cuda import COPY_ENGINE, cuda_reasons, triton_reasons
@@ -90,6 +90,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             ordered=True,
             max_top_k=program.LANES,
             wire_dtypes=FLOAT32_SUM_DTYPES,
+            combine_dtypes=frozenset(each.dtype for each in SUM_FORMATS),
             is_static=cls.is_static,
             batches_in_flight=cls.num_buffers,
             batches_on_request=True,
@@ -121,10 +122,11 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        combine_bytes = call.sums_sent * sum_bytes(spec)
+        row_bytes = sum_bytes(spec, backward=backward)
+        combine_bytes = call.sums_sent * row_bytes
         if backward:
             return BufferTraffic(
-                dispatch_bytes=call.rows_sent * sum_bytes(spec),
+                dispatch_bytes=call.rows_sent * row_bytes,
                 combine_bytes=combine_bytes + call.rows_received * _scalar_bytes(spec),
             )
         layout = cls.layout_for(spec, call.world_size)
@@ -143,7 +145,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         return spec.max_recv_slots or max_slots_of(spec, num_rows)
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
-        super().__init__(calls, spec, num_counters=5)
+        super().__init__(calls, spec, num_counters=6)
         self._num_dispatches = 0
         # Memory for counts that no kernel writes any longer.
         self._spare_totals: Totals | None = None
@@ -244,16 +246,19 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             status=int(FaultCode.of(error, in_combine=True)),
             buffer_index=-1 if row_scalars is not None else self._index_of_rows(exchange_plan),
             num_sms=exchange_plan.num_sms,
+            sums=self._spec.combine_format if row_scalars is None else None,
         )
         return y, scalars
 
     def traffic(self) -> BufferTraffic:
         """Return the bytes sent to other ranks so far.   Host sync: yes."""
-        headers, rows, cached_rows, sums, scaled_sums = self._counters.tolist()
-        spec, row_bytes = self._spec, sum_bytes(self._spec)
+        headers, rows, cached_rows, sums, scaled_sums, quantized_sums = self._counters.tolist()
+        spec, row_bytes = self._spec, sum_bytes(self._spec, backward=True)
         return BufferTraffic(
             dispatch_bytes=rows * wire_row_bytes(spec) + cached_rows * row_bytes,
-            combine_bytes=(sums + scaled_sums) * row_bytes + scaled_sums * _scalar_bytes(spec),
+            combine_bytes=(sums + scaled_sums) * row_bytes
+            + scaled_sums * _scalar_bytes(spec)
+            + quantized_sums * sum_bytes(spec),
             control_bytes=rows * self._layout.metadata_bytes + headers * self._layout.header_bytes,
         )
 

@@ -24,6 +24,9 @@ _FIRST_TOKENS = 256
 # Regions of low latency that hold rows.
 _ROW_REGIONS = ("row_lines", "sum_lines", "data", "scales", "returned")
 _WORD_BYTES = 4
+# Quantised sums of 32 columns and the scales of a piece, see combine.cu; longer rows take less
+# memory than unquantised ones.
+_LEAST_CODED_BYTES = 64
 
 
 def wire_row_bytes(spec: BufferSpec) -> int:
@@ -32,9 +35,10 @@ def wire_row_bytes(spec: BufferSpec) -> int:
     return wire.data_bytes(spec.hidden_size) + wire.scale_bytes(spec.hidden_size)
 
 
-def sum_bytes(spec: BufferSpec) -> int:
-    """Return the bytes of a sum in combine, and of a gradient, without gaps between rows."""
-    return spec.hidden_format.data_bytes(spec.hidden_size)
+def sum_bytes(spec: BufferSpec, *, backward: bool = False) -> int:
+    """Return the bytes of a sum in combine, or of a gradient, without gaps between rows."""
+    wire = spec.hidden_format if backward else spec.combine_format or spec.hidden_format
+    return wire.data_bytes(spec.hidden_size) + wire.scale_bytes(spec.hidden_size)
 
 
 def normal_layout(
@@ -42,7 +46,11 @@ def normal_layout(
 ) -> NormalLayout:
     """Return the layout of blocks for M tokens of each rank, and gradients as rows."""
     sizes = _block_sizes(spec, world_size, max_tokens or _FIRST_TOKENS, num_buffers)
-    sizes["data_bytes"] = max(sizes["data_bytes"], sizes["return_bytes"])
+    # Gradients return unquantised, in the memory of sums.
+    gradient_bytes = align_up(sum_bytes(spec, backward=True), VECTOR_BYTES)
+    sizes["data_bytes"] = max(sizes["data_bytes"], gradient_bytes)
+    if spec.combine_format is not None:
+        sizes["return_bytes"] = max(gradient_bytes, _LEAST_CODED_BYTES)
     return NormalLayout(**sizes, item_rows=_ITEM_ROWS)
 
 
@@ -160,7 +168,8 @@ def low_latency_regions(
         buffer_sizes["packed rows"] = num_slots * num_bytes
     sizes = {name: layout.num_buffers * size for name, size in buffer_sizes.items()}
     if handed is Layout.MASKED:
-        return _regions(sizes | {"expert results": num_slots * sum_bytes(spec)})
+        results = num_slots * sum_bytes(spec, backward=True)
+        return _regions(sizes | {"expert results": results})
     packed = slot_regions(spec, row_bytes=num_bytes, max_rows=num_rows)
     return (*_regions(sizes), *(replace(each, bytes_per_token=None) for each in packed))
 

@@ -86,6 +86,16 @@ def test_quantized_rows_arrive_bit_equal(wire: str) -> None:
             buffer_suite.check_batch(env, buffer_suite.BATCH_SPECS["holes"])
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "scenario", ["holes", pytest.param("combine_faults", marks=pytest.mark.slow)]
+)
+def test_quantised_sums_keep_the_contract(scenario: str) -> None:
+    with EPGroup() as group:
+        env = env_of(group, combine=FP8_FLOAT32_SCALES, hidden_size=300)
+        buffer_suite.run_scenario(scenario, env)
+
+
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_rows_that_are_quantised_already_travel_as_they_are() -> None:

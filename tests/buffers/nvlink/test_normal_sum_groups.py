@@ -21,9 +21,10 @@ from epcomm.ops.slots import dot_rows, gather_rows
 from epcomm.protocol import BatchFlags
 from epcomm.records import Handle, RowsCombineInput
 from epcomm.spec import BufferSpec
-from epcomm.types import RowsPer, WireFormat, WireTensor
+from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor
 from tests.dispatchers.test_sum_groups import TOKENS, Batch, E, H, K, compute, expected
 
+FP8, MXFP8 = WireFormat(dtype=WireDtype.FP8_E4M3), WireFormat(dtype=WireDtype.MXFP8)
 TRAINS = BatchFlags.GRAD_ENABLED | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
 
 
@@ -104,10 +105,16 @@ def weight_gradients(batch: Batch, device: torch.device) -> Tensor:
     return dot_rows(*pairs).view_as(batch.weights).cpu().masked_fill(batch.ids < 0, 0.0)
 
 
-def check_groups(kind: type[NVLinkBuffer], group: EPGroup, groups: int, dtype: torch.dtype) -> None:
+def check_groups(
+    kind: type[NVLinkBuffer],
+    group: EPGroup,
+    groups: int,
+    dtype: torch.dtype,
+    sums: WireFormat | None,
+) -> None:
     """Compare sums and gradients with the oracle, and their bytes with those of a plan."""
     rank, world_size, batch = group.rank, group.world_size, Batch.make(dtype)
-    spec = spec_of(world_size, groups, dtype)
+    spec = replace(spec_of(world_size, groups, dtype), combine_format=sums)
     buffer = open_with_nan(kind, group, spec)
     parts = [batch.part(other, world_size) for other in range(world_size)]
     shape = CallShape.of(
@@ -116,7 +123,7 @@ def check_groups(kind: type[NVLinkBuffer], group: EPGroup, groups: int, dtype: t
         num_local_experts=E // world_size,
         group_size=E // groups,
     )
-    y, dx, _ = expected(batch, groups)
+    y, dx, _ = expected(batch, groups, sums and sums.dtype)
     wanted = [each[parts[rank]] for each in (y, dx, weight_gradients(batch, group.device))]
     for trains in (False, True):
         before = buffer.traffic()
@@ -133,29 +140,33 @@ def check_groups(kind: type[NVLinkBuffer], group: EPGroup, groups: int, dtype: t
 
 @pytest.mark.ranks(2, slow=(1, 4))
 @pytest.mark.parametrize(
-    ("kind", "groups_of_rank", "dtype"),
+    ("kind", "groups_of_rank", "dtype", "sums"),
     [
-        (NVLinkBuffer, 2, torch.bfloat16),
-        (NVLinkBuffer, 4, torch.float32),
+        (NVLinkBuffer, 2, torch.bfloat16, None),
+        (NVLinkBuffer, 4, torch.float32, None),
+        (NVLinkBuffer, 1, torch.bfloat16, FP8),
+        (NVLinkBuffer, 2, torch.bfloat16, MXFP8),
         # A host takes many seconds to compile the kernels of each.
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (NVLinkBuffer, 1, torch.bfloat16),
-                (NVLinkBuffer, 4, torch.bfloat16),
-                (NVLinkBuffer, 1, torch.float32),
-                (NVLinkBuffer, 2, torch.float32),
-                (NVLinkStaticBuffer, 4, torch.bfloat16),
-                (NVLinkRowBudgetBuffer, 4, torch.bfloat16),
+                (NVLinkBuffer, 1, torch.bfloat16, None),
+                (NVLinkBuffer, 4, torch.bfloat16, None),
+                (NVLinkBuffer, 1, torch.float32, None),
+                (NVLinkBuffer, 2, torch.float32, None),
+                (NVLinkStaticBuffer, 4, torch.bfloat16, None),
+                (NVLinkRowBudgetBuffer, 4, torch.bfloat16, None),
+                (NVLinkStaticBuffer, 1, torch.float16, MXFP8),
+                (NVLinkRowBudgetBuffer, 4, torch.float32, FP8),
             )
         ),
     ],
 )
 def test_sums_and_gradients_are_those_of_groups(
-    kind: type[NVLinkBuffer], groups_of_rank: int, dtype: torch.dtype
+    kind: type[NVLinkBuffer], groups_of_rank: int, dtype: torch.dtype, sums: WireFormat | None
 ) -> None:
     with EPGroup() as group:
-        check_groups(kind, group, groups_of_rank * group.world_size, dtype)
+        check_groups(kind, group, groups_of_rank * group.world_size, dtype, sums)
 
 
 @pytest.mark.parametrize(

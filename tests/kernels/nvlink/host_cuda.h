@@ -72,6 +72,9 @@ inline int __shfl_up_sync(u32, int value, int distance) {
     const int lane = threadIdx.x % 32;
     return (int)host::exchange(SHUFFLE, (u32)value)[lane < distance ? lane : lane - distance];
 }
+inline int __shfl_xor_sync(u32, int value, int mask) {
+    return (int)host::exchange(SHUFFLE, (u32)value)[threadIdx.x % 32 ^ mask];
+}
 inline u32 __ballot_sync(u32, bool value) {
     const u64* values = host::exchange(BALLOT, value);
     u32 mask = 0;
@@ -116,6 +119,7 @@ inline int __popc(u32 bits) { return __builtin_popcount(bits); }
 inline int __ffs(u32 bits) { return __builtin_ffs((int)bits); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 template <class To, class From>
 To as_bits(From value) {
     To bits;
@@ -191,6 +195,8 @@ void await_read() { host::await_groups(NUM, false); }
 inline void await_stored() { host::await_groups(0, true); }
 inline void pass_to_copies() {}
 inline uint4 load_piece(u32 address) { return *(const uint4*)(host::arena() + address); }
+template <class T>
+void load_shared(T& value, u32 address) { value = *(const T*)(host::arena() + address); }
 inline u64 clock_ns() {
     host::rest();
     return host::now_ns();
@@ -207,6 +213,23 @@ inline u32 as_float16(float low, float high) {
     return as_bits<u16>((_Float16)low) | (u32)as_bits<u16>((_Float16)high) << 16;
 }
 inline float of_float16(u16 bits) { return (float)as_bits<_Float16>(bits); }
+// To the nearest of up to 448, ties to even; 2**14 + value keeps the nine fraction bits of a small one.
+inline u32 nearest_e4m3(float value) {
+    const u32 bits = __float_as_uint(value), sign = bits >> 24 & 0x80;
+    if (value != value) return sign | 0x7f;
+    const float magnitude = value < 0 ? -value : value;
+    if (magnitude < 0.015625f) return sign | (__float_as_uint(magnitude + 16384.0f) - 0x46800000u);
+    const u32 nearest = ((bits & 0x7fffffff) + 0x7ffff + (bits >> 20 & 1) >> 20) - (120 << 3);
+    return sign | (nearest < 0x7e ? nearest : 0x7e);
+}
+inline u32 as_e4m3(float low, float high) { return nearest_e4m3(low) | nearest_e4m3(high) << 8; }
+// Seven bits are those of a float16 whose exponent has a larger bias.
+inline u32 float16_of_e4m3(u32 code) {
+    const u32 magnitude = code & 0x7f;
+    const _Float16 value = as_bits<_Float16>((u16)(magnitude << 7)) * (_Float16)256;
+    return (magnitude == 0x7f ? 0x7fff : as_bits<u16>(value)) | (code & 0x80) << 8;
+}
+inline u32 of_e4m3(u16 codes) { return float16_of_e4m3(codes & 0xff) | float16_of_e4m3(codes >> 8) << 16; }
 
 #ifdef HOST_CUDA_RUNTIME
 #include <sched.h>

@@ -16,7 +16,7 @@ from epcomm.kernels.nvlink.common.plan_parts import (
     NVLinkNormalExchangePlan,
     PlanBlock,
 )
-from epcomm.kernels.nvlink.normal.combine import combine_rows
+from epcomm.kernels.nvlink.normal.combine import SUM_FORMATS, combine_rows
 from epcomm.kernels.nvlink.normal.dispatch import dispatch_rows
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, State
 from epcomm.protocol import (
@@ -28,6 +28,7 @@ from epcomm.protocol import (
     Wait,
     pack_status,
 )
+from epcomm.quantization import dequantize, quantize
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 from tests.kernels.nvlink.peers import peer_blocks
@@ -224,12 +225,24 @@ def test_sums_that_nobody_sent_are_not_taken_for_arrived(
     assert rank.exchange.state[State.COMBINE_EPOCH] == epoch
 
 
-# Each combination is a kernel to compile: every dtype, and both kinds of sizes.
+# Each combination is a kernel to compile: every dtype, and both kinds of sizes; codes of one
+# column, and of several pieces of a row, of which the last one is short.
 @pytest.mark.parametrize(
-    ("dtype", "hidden_size"), [(torch.bfloat16, 3), (torch.float16, 8), (torch.float32, 3)]
+    ("dtype", "hidden_size", "sums"),
+    [
+        (torch.bfloat16, 3, None),
+        (torch.float16, 8, None),
+        (torch.float32, 3, None),
+        (torch.bfloat16, 2353, SUM_FORMATS[0]),
+        (torch.bfloat16, 1, SUM_FORMATS[1]),
+        (torch.float32, 1353, SUM_FORMATS[1]),
+        pytest.param(torch.float32, 1353, SUM_FORMATS[0], marks=pytest.mark.slow),
+        pytest.param(torch.float16, 2353, SUM_FORMATS[1], marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_sums_are_those_of_torch_to_the_bit(
-    dtype: torch.dtype, hidden_size: int, device: torch.device
+    dtype: torch.dtype, hidden_size: int, sums: WireFormat | None, device: torch.device
 ) -> None:
     wire = WireFormat.of(dtype)
     spec = BufferSpec(
@@ -238,13 +251,18 @@ def test_sums_are_those_of_torch_to_the_bit(
         num_local_experts=2,
         dispatch_format=wire,
         hidden_format=wire,
+        combine_format=sums,
         max_tokens_per_rank=MAX_TOKENS,
     )
     layout = NVLinkBuffer.layout_for(spec, 1)
     block = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
     peers = peer_blocks(0, [block], layout, num_programs=NUM_BLOCKS, max_polls=PATIENT)
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(4, hidden_size, generator=generator).to(dtype).to(device)
+    rows = torch.randn(4, hidden_size, generator=generator)
+    # Blocks of zeros, of subnormal numbers, and with an infinity.
+    rows[:, 256:384], rows[:, 384:512] = 0.0, rows[:, 384:512] * 2.0**-126
+    rows[2, 700:701] = float("inf")
+    rows = rows.to(dtype).to(device)
     bias = torch.randn(2, hidden_size, generator=generator).to(device)
     weights = torch.rand(4, generator=generator).to(device)
     slots = torch.tensor([[2, 0], [-1, 3]], dtype=torch.int32, device=device)
@@ -258,9 +276,12 @@ def test_sums_are_those_of_torch_to_the_bit(
         replace(plan, index=replace(plan.index, slots_of_row=slots)),
         slot_weights=weights,
         bias=bias,
+        sums=sums,
     )
     parts = rows.float() * weights.unsqueeze(1)
-    sums = torch.stack([parts[2] + parts[0], parts[3]]).to(dtype)
-    assert torch.equal(y, (bias + sums.float()).to(dtype))
+    sent = quantize(torch.stack([parts[2] + parts[0], parts[3]]).to(dtype), sums or wire)
+    expected = (bias + dequantize(sent, torch.float32)).to(dtype)
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert torch.equal(y.nan_to_num(), expected.nan_to_num())
     assert y.shape == (2, hidden_size)
     assert y.is_contiguous()

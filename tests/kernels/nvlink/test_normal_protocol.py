@@ -31,6 +31,7 @@ from epcomm.kernels.nvlink.common.plan_parts import (
 from epcomm.kernels.nvlink.normal import combine, dispatch, program
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, State, kernel_of
 from epcomm.kernels.nvlink.normal.program import LoadedKernel, Program
+from epcomm.quantization import dequantize, quantize
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 from tests.kernels.nvlink.host_cuda import HostKernel, build, compiler, source_of
@@ -136,7 +137,7 @@ class Rank:
     """A rank with separate memory, which peers write."""
 
     def __init__(self, rank: int, blocks: list[Tensor], first_epoch: int, spec: BufferSpec) -> None:
-        self.rank = rank
+        self.rank, self.sums = rank, spec.combine_format
         self.layout = NVLinkBuffer.layout_for(spec, WORLD_SIZE)
         self.peers = peer_blocks(
             rank, blocks, self.layout, num_programs=NUM_BLOCKS, max_polls=POLLS
@@ -222,10 +223,15 @@ class Rank:
             plan,
             slot_weights=plan.slot_weights,
             buffer_index=0,
+            sums=self.sums,
         )
-        factors = (factor_of(ids) * weights * (ids >= 0)).sum(dim=1, keepdim=True)
-        is_right = torch.equal(y.float(), (x.float() * factors).bfloat16().float())
-        return is_right and not self.peers.report.any()
+        expected = torch.zeros(x.shape)
+        for rank in range(WORLD_SIZE):
+            is_there = (ids >= 0) & (ids // NUM_LOCAL == rank)
+            factors = (factor_of(ids) * weights * is_there).sum(dim=1, keepdim=True)
+            sent = quantize((x.float() * factors).bfloat16(), self.sums or BF16)
+            expected += dequantize(sent, torch.float32)
+        return torch.equal(y, expected.bfloat16()) and not self.peers.report.any()
 
 
 def batch_of(number: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,9 +280,17 @@ def test_kernels_keep_the_protocol_in_a_weak_memory(
     assert first_wrong_round(Fault(old="", new="", first_epoch=first_epoch), 12) is None
 
 
-def test_sums_of_groups_keep_the_protocol(weak_kernels: Callable[[Fault], None]) -> None:
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(replace(SPEC, sum_groups=WORLD_SIZE * NUM_LOCAL), id="sums of groups"),
+        pytest.param(replace(SPEC, combine_format=combine.SUM_FORMATS[0]), id="quantised sums"),
+    ],
+)
+def test_other_sums_keep_the_protocol(
+    spec: BufferSpec, weak_kernels: Callable[[Fault], None]
+) -> None:
     weak_kernels(NOTHING)
-    spec = replace(SPEC, sum_groups=WORLD_SIZE * NUM_LOCAL)
     assert first_wrong_round(NOTHING, 24, spec) is None
 
 

@@ -11,6 +11,10 @@
 // items and scalars remain those of ranks; a reducer has a lane for each group, and finds in the ids of the
 // token which rows there are.
 //
+// With IS_QUANTIZED a sum is rounded as rows are, and sent as codes with scales, see codes.cu; a reducer
+// multiplies them again. They are in pieces of the same columns as those of rows: the scales of a piece,
+// then its codes.
+//
 // Memory order: a rank signals that it has begun a combine, so it no longer reads the sums of the
 // previous one. A rank that has this signal stores there, and releases the number of the combine into
 // the signal of the item, which the reducer acquires.
@@ -27,7 +31,7 @@
 //
 // Constants of combine.py: ROW_KIND (of the numbers in a row: BFLOAT16, FLOAT16 or FLOAT32), HIDDEN (numbers
 // in a row of a multiple of 16 bytes), GROUP_EXPERTS (WORLD * GROUPS is at most 32), SENDERS, REDUCERS,
-// STAGES, PIECE (bytes, a multiple of 512).
+// STAGES, PIECE (bytes, a multiple of 512), IS_QUANTIZED, and those of codes.cu.
 
 constexpr int NUMBER_BYTES = ROW_KIND == FLOAT32 ? 4 : 2;
 // Numbers that 16 bytes hold.
@@ -42,7 +46,30 @@ constexpr int RING_BYTES = RING * PIECE + (8 * RING + 127) / 128 * 128;
 constexpr int UNROLL = PIECE / 512;
 // One warp is the releaser.
 constexpr int WARPS = SENDERS + 1 + REDUCERS;
-#define NOT_A_NUMBER __int_as_float(0x7fc00000)
+// A lane's part of a vector of the warp.
+typedef uint4 Numbers;
+struct Codes {
+    typename UnitOf<NUMBERS>::type codes;
+    u32 scale;
+};
+template <bool>
+struct SumOf { typedef Numbers type; };
+template <>
+struct SumOf<true> { typedef Codes type; };
+typedef SumOf<IS_QUANTIZED>::type Sum;
+constexpr int SUMS_COUNTER = IS_QUANTIZED ? 5 : 3;
+// Blocks of a vector of the warp, and the bytes of a piece's scales.
+constexpr int BLOCKS = 32 * NUMBERS / BLOCK;
+constexpr int PIECE_SCALES = UNROLL * BLOCKS * SCALE_BYTES_OF_BLOCK;
+// The bytes of a piece and of a row, by what they hold.
+template <class Part>
+constexpr int PIECE_BYTES = PIECE;
+template <>
+constexpr int PIECE_BYTES<Codes> = PIECE_SCALES + PIECE / NUMBER_BYTES;
+template <class Part>
+constexpr int BYTES_OF_ROW = ROW_BYTES;
+template <>
+constexpr int BYTES_OF_ROW<Codes> = (PIECES * PIECE_SCALES + HIDDEN + 15) / 16 * 16;
 
 struct Arguments {
     const char* rows;         // of rows_stride bytes each
@@ -101,10 +128,26 @@ __device__ uint4 packed(const float (&sum)[NUMBERS]) {
     return {words[0], words[1], words[2], words[3]};
 }
 
+__device__ void unpack(float (&values)[NUMBERS], const Codes& part) {
+    dequantize(values, part.codes, scale_of_bits(part.scale));
+}
+
+// Load a lane's part of vector u of a piece in shared memory.
+__device__ void load_part(Numbers& part, u32 piece, int u) {
+    part = load_piece(piece + 16 * (threadIdx.x % 32 + 32 * u));
+}
+
+__device__ void load_part(Codes& part, u32 piece, int u) {
+    const int lane = threadIdx.x % 32, block = BLOCKS * u + lane * NUMBERS / BLOCK;
+    load_shared(part.codes, piece + PIECE_SCALES + NUMBERS * (lane + 32 * u));
+    load_shared(part.scale, piece + block * SCALE_BYTES_OF_BLOCK / 4 * 4);
+    if (HAS_EXPONENTS) part.scale = part.scale >> block % 4 * 8 & 0xff;
+}
+
 // Rounded twice, as plain torch does: a product, unless all weights are 1, and a sum, unless the vector is
 // the first one.
-template <bool HAS_WEIGHTS, bool IS_FIRST>
-__device__ void add(float (&sum)[UNROLL][NUMBERS], const uint4 (&parts)[UNROLL], float weight) {
+template <bool HAS_WEIGHTS, bool IS_FIRST, class Part>
+__device__ void add(float (&sum)[UNROLL][NUMBERS], const Part (&parts)[UNROLL], float weight) {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
         float values[NUMBERS];
@@ -136,6 +179,37 @@ __device__ void begin_sums(float (&sum)[UNROLL][NUMBERS], const float* bias, int
     }
 }
 
+// Store the sums of piece `piece` of a row at `to`.
+__device__ void store_sums(const float (&sum)[UNROLL][NUMBERS], Numbers* to, int piece) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const int at = piece * PIECE + 16 * (lane + 32 * u);
+        if (at < ROW_BYTES) store_far((uint4*)((char*)to + at), packed(sum[u]));
+    }
+}
+
+__device__ void store_sums(const float (&sum)[UNROLL][NUMBERS], Codes* to, int piece) {
+    const int lane = threadIdx.x % 32, left = HIDDEN - piece * (PIECE / NUMBER_BYTES);
+    char* scales = (char*)to + piece * PIECE_BYTES<Codes>;
+    u32 scale = 0;
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const int at = NUMBERS * (lane + 32 * u);
+        float values[NUMBERS] = {};
+        if (at < left) unpack(values, packed(sum[u]));
+        typename UnitOf<NUMBERS>::type codes;
+        const u32 of_block = quantize(codes, values);
+        if (at < left) store_far((decltype(codes)*)(scales + PIECE_SCALES + at), codes);
+        // Scales of a piece are stored together, scale l by lane l.
+        const u32 other = __shfl_sync(ALL_LANES, of_block, lane % BLOCKS * (32 / BLOCKS));
+        if (lane / BLOCKS == u) scale = other;
+    }
+    if (lane >= UNROLL * BLOCKS || lane * BLOCK >= left) return;
+    if (HAS_EXPONENTS) store_far((unsigned char*)scales + lane, (unsigned char)scale);
+    else store_far((u32*)scales + lane, scale);
+}
+
 // Rows that are added up: one of each lane in `mask`, with its address and its weight.
 struct Rows {
     u64 from;
@@ -160,11 +234,12 @@ __device__ u32 barrier_of(const Ring& ring, int stage) {
 }
 
 // Begin to bring in the next piece of `rows`, into a stage that was read.
+template <class From>
 __device__ void bring(Ring& ring, const Rows& rows, int stage) {
-    const int at = ring.piece * PIECE;
+    const int at = ring.piece * PIECE_BYTES<From>;
     // The lane that knows where the row begins loads the piece.
     if ((int)threadIdx.x % 32 == __ffs(ring.left) - 1) {
-        const u32 num_bytes = min(PIECE, ROW_BYTES - at), barrier = barrier_of(ring, stage);
+        const u32 num_bytes = min(PIECE_BYTES<From>, BYTES_OF_ROW<From> - at), barrier = barrier_of(ring, stage);
         expect(barrier, num_bytes);
         bring_piece(ring.memory + PIECE * stage, rows.from + at, num_bytes, barrier);
     }
@@ -177,17 +252,15 @@ __device__ void bring(Ring& ring, const Rows& rows, int stage) {
 
 // Store at `to` the sum of `bias`, where there is one, and of `rows` in the order of lanes. Begin to bring
 // in the rows of `next`, if there are any, at the same time. By all lanes of the warp.
-template <bool HAS_WEIGHTS>
-__device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const float* bias,
-                         char* to) {
-    const int lane = threadIdx.x % 32;
+template <bool HAS_WEIGHTS, class From, class To>
+__device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const float* bias, To* to) {
     if (rows.mask && !ring.is_begun) {
         ring.left = rows.mask;
         ring.piece = 0;
         int stage = ring.stage;
 #pragma unroll 1
         for (int i = 0; i < RING; ++i) {
-            bring(ring, rows, stage);
+            bring<From>(ring, rows, stage);
             stage = stage + 1 == RING ? 0 : stage + 1;
         }
     }
@@ -206,11 +279,9 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
             left &= left - 1;
             while (!has_ended(barrier_of(ring, ring.stage), ring.parity)) {
             }
-            uint4 parts[UNROLL];
+            From parts[UNROLL];
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                parts[u] = load_piece(ring.memory + PIECE * ring.stage + 16 * (lane + 32 * u));
-            }
+            for (int u = 0; u < UNROLL; ++u) load_part(parts[u], ring.memory + PIECE * ring.stage, u);
             if (is_first) add<HAS_WEIGHTS, true>(sum, parts, weight);
             else add<HAS_WEIGHTS, false>(sum, parts, weight);
             // All lanes have read the piece.
@@ -220,18 +291,14 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
                 ring.left = next.mask;
                 ring.piece = 0;
             }
-            if (!brings_next) bring(ring, rows, ring.stage);
-            else if (next.mask) bring(ring, next, ring.stage);
+            if (!brings_next) bring<From>(ring, rows, ring.stage);
+            else if (next.mask) bring<From>(ring, next, ring.stage);
             if (++ring.stage == RING) {
                 ring.stage = 0;
                 ring.parity ^= 1;
             }
         }
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const int at = piece * PIECE + 16 * (lane + 32 * u);
-            if (at < ROW_BYTES) store_far((uint4*)(to + at), packed(sum[u]));
-        }
+        store_sums(sum, to, piece);
     }
     ring.is_begun = rows.mask ? next.mask != 0 : ring.is_begun;
 }
@@ -336,13 +403,13 @@ __device__ void send(const Arguments& a, Ring& ring, u32* num_completed, int num
                     slot = slot_at(a, ahead, num_items);
                 } else if (lane == 0 && source != a.rank) {
                     // The releaser counts rows, whose first sum has the scalars, if there are any.
-                    atomicAdd(a.counters + 3, 1);
+                    atomicAdd(a.counters + SUMS_COUNTER, 1);
                 }
                 const Rows following = take_group(rows);
                 const i64 sum = ((i64)a.rank * MAX_TOKENS + place) * GROUPS + part.group;
-                char* to = (char*)(home + RETURNED_AT + sum * RETURN_BYTES);
-                if (a.weights != nullptr) add_rows<true>(ring, part, following, nullptr, to);
-                else add_rows<false>(ring, part, following, nullptr, to);
+                Sum* to = (Sum*)(home + RETURNED_AT + sum * RETURN_BYTES);
+                if (a.weights != nullptr) add_rows<true, Numbers>(ring, part, following, nullptr, to);
+                else add_rows<false, Numbers>(ring, part, following, nullptr, to);
                 part = following;
             } while (!is_last);
             if (a.scalars != nullptr && lane < TOP_K) {
@@ -383,7 +450,7 @@ __device__ void release_items(const Arguments& a, const u32* num_completed, int 
         num_released = min(num_done, num_released + 32);
     }
     num_sent = __reduce_add_sync(ALL_LANES, num_sent);
-    if (lane == 0) atomicAdd(a.counters + (a.scalars != nullptr ? 4 : 3), num_sent);
+    if (lane == 0) atomicAdd(a.counters + (a.scalars != nullptr ? 4 : SUMS_COUNTER), num_sent);
 }
 
 // Take the next token that no warp of this rank has taken: sums arrive in the order of tokens. Returns it
@@ -427,7 +494,7 @@ __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_faile
         // The copy engine reads what was acquired by loads.
         pass_to_copies();
         if (is_void) write_void(to);
-        else add_rows<false>(ring, rows, {0, 0.0f, 0}, bias, to);
+        else add_rows<false, Sum>(ring, rows, {0, 0.0f, 0}, bias, (Numbers*)to);
         if (a.scalars != nullptr) {
             float scalar = is_void ? NOT_A_NUMBER : 0.0f;
             for (int source = 0; source < WORLD; source++) {

@@ -18,7 +18,7 @@ from epcomm.kernels.nvlink.common.plan_parts import NVLinkNormalExchangePlan
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, constants_of
 from epcomm.kernels.nvlink.normal.program import Program, arguments_of, in_vectors
 from epcomm.platforms.cuda import on_device
-from epcomm.types import align_up
+from epcomm.types import WireDtype, WireFormat, align_up
 
 # Warps of a block, besides the releaser. Senders share the rows of an item evenly.
 SENDERS, REDUCERS = 16, 3
@@ -30,6 +30,9 @@ SHARED_BYTES = NUM_WARPS * (STAGES * PIECE + align_up(8 * STAGES, 128))
 # The kinds of numbers in rows.
 _KINDS = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
 
+# Sums whose scales depend on their blocks alone: a sender holds a piece of a row at a time.
+SUM_FORMATS = (WireFormat(dtype=WireDtype.FP8_E4M3), WireFormat(dtype=WireDtype.MXFP8))
+
 _Arguments = arguments_of("combine.cu")
 
 
@@ -37,14 +40,18 @@ class SumForm(NamedTuple):
     """The rows that a kernel is compiled for; a layout is the rest of its constants.
 
     dtype: of rows and sums.   hidden_size: columns of a row of a multiple of 16 bytes.
+    sums: one of SUM_FORMATS, in which sums are sent; None: in the dtype of rows.
     """
 
     dtype: torch.dtype
     hidden_size: int
+    sums: WireFormat | None = None
 
 
 def program_of(layout: NormalLayout, form: SumForm) -> Program:
     """Return the kernel for one layout and form of rows."""
+    assert form.sums is None or form.sums in SUM_FORMATS, f"sums are {form.sums}"
+    sums = form.sums or SUM_FORMATS[0]
     constants = {
         **constants_of(layout),
         **{kind: number for number, kind in enumerate(_KINDS.values())},
@@ -54,11 +61,14 @@ def program_of(layout: NormalLayout, form: SumForm) -> Program:
         "SENDERS": SENDERS,
         "REDUCERS": REDUCERS,
         "PIECE": PIECE,
+        "IS_QUANTIZED": int(form.sums is not None),
+        "BLOCK": sums.scale_block or 0,
+        "HAS_EXPONENTS": int(sums.has_exponents),
         "STAGES": STAGES,
     }
     return Program(
         entry="combine_rows",
-        files=("peers.cu", "combine.cu"),
+        files=("peers.cu", "codes.cu", "combine.cu"),
         constants=constants,
         threads=32 * NUM_WARPS,
         shared_bytes=SHARED_BYTES,
@@ -78,6 +88,7 @@ def combine_rows(
     status: int = 0,
     buffer_index: int = -1,
     num_sms: int | None = None,
+    sums: WireFormat | None = None,
 ) -> Tensor:
     """Sum the slots of each received row, send each sum to its token's rank, and add it up there.
 
@@ -97,6 +108,7 @@ def combine_rows(
         buffer_index: of the receive buffer whose rows the caller has used; if another dispatch has
             taken it, this rank refuses the call. -1: rows are in separate memory.
         num_sms: blocks at most, None for those of the exchange; other ranks may have others.
+        sums: one of SUM_FORMATS, to which all ranks quantise sums, or None.
 
     Returns: [T, H], contiguous, in the dtype of rows; NaN if the call has failed.
     Collective: yes.   Host sync: none.   Graph capture: after one call.
@@ -109,7 +121,7 @@ def combine_rows(
         missing = rows.shape[1] - hidden_size
         bias = in_vectors(pad(bias, (0, missing)) if missing else bias)
     out = rows.new_empty(plan.num_tokens, rows.shape[1])
-    form = SumForm(rows.dtype, rows.shape[1])
+    form = SumForm(rows.dtype, rows.shape[1], sums)
     launch = exchange.launches.get(form)
     if launch is None:
         launch = exchange.prepare(program_of, form, _Arguments)

@@ -18,6 +18,8 @@ struct UnitOf<2> { typedef u16 type; };
 template <>
 struct UnitOf<4> { typedef u32 type; };
 template <>
+struct UnitOf<8> { typedef u64 type; };
+template <>
 struct UnitOf<16> { typedef uint4 type; };
 
 // The value of a word that is written only in some epochs: never 0, the value before the first.

@@ -148,6 +148,14 @@ __device__ uint4 load_piece(u32 address) {
     return v;
 }
 
+__device__ void load_shared(u32& value, u32 address) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+}
+
+__device__ void load_shared(u64& value, u32 address) {
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+}
+
 // Time, and numbers.
 
 __device__ u64 clock_ns() {
@@ -173,4 +181,18 @@ __device__ float of_float16(u16 bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
+}
+
+// Two codes of e4m3, the first in the lower half. Numbers above 448 become 448.
+__device__ u32 as_e4m3(float low, float high) {
+    u16 both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// Two numbers of float16 of two codes.
+__device__ u32 of_e4m3(u16 codes) {
+    u32 both;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(codes));
+    return both;
 }

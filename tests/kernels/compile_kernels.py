@@ -35,7 +35,7 @@ from epcomm.kernels.nvlink import (
     ll_dispatch_recv,
     ll_dispatch_send,
 )
-from epcomm.kernels.nvlink.common import barrier, dependent_launch
+from epcomm.kernels.nvlink.common import barrier, constexprs, dependent_launch
 from epcomm.kernels.nvlink.common.exchange import (
     NO_SLABS,
     LayoutT,
@@ -43,7 +43,7 @@ from epcomm.kernels.nvlink.common.exchange import (
     PeerBlocks,
     SlabMemory,
 )
-from epcomm.kernels.nvlink.common.layout import NormalLayout
+from epcomm.kernels.nvlink.common.layout import SUM_FORMATS, NormalLayout
 from epcomm.kernels.quantize import fp8 as quantize_fp8
 from epcomm.kernels.quantize.int8 import quantize_int8_triton
 from epcomm.kernels.routing.gate import GateForm, route_tokens
@@ -163,12 +163,14 @@ def low_latency_exchange(
     *,
     returns_slots: bool = False,
     sum_groups: int | None = None,
+    sums: WireFormat | None = None,
 ) -> LowLatencyExchange:
     spec = replace(
         spec_of(wire, hidden, world),
         max_tokens_per_rank=128,
         returns_slots=returns_slots,
         sum_groups=sum_groups,
+        combine_format=sums,
     )
     layout = NVLinkLowLatencyBuffer.layout_for(spec, world)
     return LowLatencyExchange.of(blocks_of(layout, num_programs=128, num_counters=4), 0)
@@ -248,9 +250,11 @@ def meet() -> None:
 Y = rows(2, HIDDEN, BF16)
 
 
-def send_combine(*, returns_slots: bool = False, sum_groups: int | None = None) -> None:
+def send_combine(
+    *, returns_slots: bool = False, sum_groups: int | None = None, sums: WireFormat | None = None
+) -> None:
     ll_combine_send.send_combine(
-        low_latency_exchange(returns_slots=returns_slots, sum_groups=sum_groups),
+        low_latency_exchange(returns_slots=returns_slots, sum_groups=sum_groups, sums=sums),
         Y,
         None if returns_slots else f32(2),
         i32(2, 8),
@@ -268,9 +272,10 @@ def receive_combine(
     returns_slots: bool = False,
     sum_groups: int | None = None,
     at_source: bool = False,
+    sums: WireFormat | None = None,
 ) -> None:
     ll_combine_recv.receive_combine(
-        low_latency_exchange(returns_slots=returns_slots, sum_groups=sum_groups),
+        low_latency_exchange(returns_slots=returns_slots, sum_groups=sum_groups, sums=sums),
         Y,
         rows(128, sum_groups or 8, U8),
         f32(2, 8) if returns_slots else None,
@@ -307,6 +312,14 @@ LOW_LATENCY: Mapping[str, Callable[[], None]] = {
     "receive lines": partial(receive_combine, in_lines=True),
     "receive lines groups": partial(receive_combine, in_lines=True, sum_groups=32),
     "receive lines slots": partial(receive_combine, in_lines=True, returns_slots=True),
+    **{f"send combine {sums}": partial(send_combine, sums=sums) for sums in SUM_FORMATS},
+    **{
+        f"receive {'lines' if in_lines else 'combine'} {sums}": partial(
+            receive_combine, in_lines=in_lines, sums=sums
+        )
+        for in_lines in (False, True)
+        for sums in SUM_FORMATS
+    },
 }
 
 
@@ -559,7 +572,7 @@ def main() -> None:
     driver.set_active(cast(Any, DEVICE))
     # Launchers check for memory of a GPU, and ask what the GPU can do.
     launch.IS_INTERPRETED = True
-    for module in (ll_dispatch_send, quantize_fp8):
+    for module in (ll_dispatch_send, constexprs, quantize_fp8):
         vars(module)["has_e4m3"] = lambda device: True
     dependent_launch.has_dependent_launch = lambda device: True
     # A compiler takes one core.

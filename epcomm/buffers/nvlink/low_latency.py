@@ -45,7 +45,12 @@ from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.kernels.nvlink.common.exchange import first_state
-from epcomm.kernels.nvlink.common.layout import MAX_LINE_RANKS, MAX_RETURNED_ROWS, LowLatencyLayout
+from epcomm.kernels.nvlink.common.layout import (
+    MAX_LINE_RANKS,
+    MAX_RETURNED_ROWS,
+    SUM_FORMATS,
+    LowLatencyLayout,
+)
 from epcomm.protocol import BatchFlags, FaultCode, pack_status
 from epcomm.records import ExchangePlan, Pending
 from epcomm.spec import BufferCaps, BufferSpec
@@ -80,6 +85,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             trainable=False,
             ordered=True,
             wire_dtypes=FLOAT32_SUM_DTYPES,
+            combine_dtypes=frozenset(each.dtype for each in SUM_FORMATS),
             batches_in_flight=cls.num_buffers,
             batches_on_request=True,
             has_receive_hook=True,
@@ -99,6 +105,8 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             reasons.append(f"INT8 rows have one scale, not {spec.dispatch_format}")
         if (spec.returns_slots or spec.sums_at_source) and spec.top_k > MAX_RETURNED_ROWS:
             reasons.append(f"returns at most {MAX_RETURNED_ROWS} slots a token, not {spec.top_k}")
+        if (spec.returns_slots or spec.sums_at_source) and spec.combine_format is not None:
+            reasons.append(f"returns slots as {spec.hidden_format}, not as {spec.combine_format}")
         reasons += group_reasons(spec, world_size)
         if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:
             reasons.append("gives every expert the same capacity, so expert_alignment must be 1")

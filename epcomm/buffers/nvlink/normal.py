@@ -39,11 +39,11 @@ from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
 from epcomm.kernels.cuda_jit import nvrtc_is_installed
-from epcomm.kernels.nvlink.common.layout import NormalLayout
+from epcomm.kernels.nvlink.common.layout import SUM_FORMATS, NormalLayout
 from epcomm.kernels.nvlink.common.plan_parts import IndexSizes, NVLinkNormalExchangePlan, PlanBlock
 from epcomm.kernels.nvlink.normal import program
 from epcomm.kernels.nvlink.normal.collect import collect_rows
-from epcomm.kernels.nvlink.normal.combine import SUM_FORMATS, combine_rows
+from epcomm.kernels.nvlink.normal.combine import combine_rows
 from epcomm.kernels.nvlink.normal.dispatch import dispatch_rows, limits_of, prepare
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange
 from epcomm.platforms.cuda import COPY_ENGINE, cuda_reasons, triton_reasons

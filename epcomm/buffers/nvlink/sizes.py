@@ -83,6 +83,7 @@ def low_latency_layout(
         line_tokens = 0
     sizes = _block_sizes(spec, world_size, spec.max_tokens_per_rank, num_buffers)
     wire, hidden_size = spec.dispatch_format, spec.hidden_size
+    sums = spec.combine_format or spec.hidden_format
     block = wire.scale_block or _WORD_BYTES
     data_words = -(-wire.data_bytes(hidden_size) // _WORD_BYTES)
     data_plane, scale_plane = plane_words(data_words), 1
@@ -98,10 +99,12 @@ def low_latency_layout(
         line_tokens=0 if block % _WORD_BYTES else min(line_tokens, spec.max_tokens_per_rank),
         data_words=data_words,
         scale_words=-(-wire.scale_bytes(hidden_size) // _WORD_BYTES),
-        return_words=-(-sum_bytes(spec) // _WORD_BYTES),
+        return_words=-(-sums.data_bytes(hidden_size) // _WORD_BYTES),
         data_plane=data_plane,
         scale_plane=scale_plane,
         returns_slots=spec.returns_slots or spec.sums_at_source,
+        sum_block=sums.scale_block or 0,
+        sum_exponents=sums.has_exponents,
     )
 
 
@@ -110,6 +113,8 @@ def _block_sizes(
 ) -> dict[str, int]:
     """Return the fields of a MemoryLayout."""
     wire, hidden_size = spec.dispatch_format, spec.hidden_size
+    sums = spec.combine_format or spec.hidden_format
+    sum_end = align_up(sums.data_bytes(hidden_size), _WORD_BYTES) + sums.scale_bytes(hidden_size)
     return {
         "world_size": world_size,
         "max_tokens": max_tokens,
@@ -119,7 +124,7 @@ def _block_sizes(
         "groups": 1 if spec.sums_at_source else spec.returned_columns(world_size),
         "data_bytes": align_up(wire.data_bytes(hidden_size), VECTOR_BYTES),
         "scale_bytes": align_up(wire.scale_bytes(hidden_size), VECTOR_BYTES),
-        "return_bytes": align_up(sum_bytes(spec), VECTOR_BYTES),
+        "return_bytes": align_up(sum_end, VECTOR_BYTES),
     }
 
 

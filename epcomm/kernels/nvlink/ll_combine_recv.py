@@ -29,6 +29,12 @@ from epcomm.kernels.nvlink.common.status import (
     WAIT_COMBINE,
     note_faults,
 )
+from epcomm.kernels.nvlink.common.sum_codes import (
+    blocks_of_sum,
+    columns_of_sum,
+    restore_sums,
+    scales_of_sum,
+)
 from epcomm.kernels.nvlink.lines.combine_recv import WARPS as LINES_WARPS
 from epcomm.kernels.nvlink.lines.combine_recv import receive_combine_lines_kernel
 from epcomm.kernels.nvlink.ll_combine_send import row_at
@@ -92,18 +98,30 @@ def _sum_of_parts(
     token: tl.tensor,
     column: tl.tensor,
     is_element: tl.tensor,
+    block: tl.tensor,
+    is_block: tl.tensor,
     dtype: tl.constexpr,
     c: constexprs.Layout,
 ) -> tl.tensor:
-    """Return some columns of the sum of the parts of a token, in float32."""
+    """Return some columns of the sum of the parts of a token, in float32.
+
+    block, is_block: of quantised sums, whose columns are [blocks, SUM_BLOCK].
+    """
     total = tl.zeros(column.shape, tl.float32)
     for index in tl.static_range(c.PARTS):  # pyright: ignore[reportGeneralTypeIssues]
         is_there = (parts >> index) & 1 != 0
         place = index * c.M + tl.cast(token, tl.int64)
         if weights_ptr is not None:
             place = tl.cast(token, tl.int64) * c.PARTS + index
-        part_ptr = row_at(buffer_address + c.RETURNED_AT, place, dtype, c) + column
-        part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
+        if c.SUM_BLOCK > 0:
+            row_ptr = row_at(buffer_address + c.RETURNED_AT, place, tl.uint8, c)
+            scales_ptr = scales_of_sum(row_ptr, c) + block
+            codes = tl.load(row_ptr + column, mask=both(is_element, is_there), other=0)
+            scales = tl.load(scales_ptr, mask=both(is_block, is_there), other=0)
+            part = restore_sums(codes, scales[:, None], c)
+        else:
+            part_ptr = row_at(buffer_address + c.RETURNED_AT, place, dtype, c) + column
+            part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
         if weights_ptr is not None:
             part *= tl.load(weights_ptr + token * c.PARTS + index, mask=is_there, other=0.0)
         total += part
@@ -163,19 +181,21 @@ def _receive_combine_kernel(
             signals_ptr = signals_ptr + tl.arange(0, c.W_LANES) * c.NUM_CHUNKS + chunk
             is_lost |= await_signals(peers, signals_ptr, is_awaited, WAIT_COMBINE, epoch, c)
             awaited = chunk
-        column = piece * COLUMNS + tl.arange(0, COLUMNS)
-        is_element = column < HIDDEN
+        column, block = columns_of_sum(piece, COLUMNS, c), blocks_of_sum(piece, COLUMNS, c)
+        is_element, is_block = column < HIDDEN, block * c.SUM_BLOCK < HIDDEN
         # Loads start before it is known whether the call has failed.
         if groups_ptr is None:
             total = _sum_of_parts(
-                parts, weights_ptr, buffer_address, token, column, is_element, dtype, c
+                *(parts, weights_ptr, buffer_address, token, column, is_element, block, is_block),
+                *(dtype, c),
             )
         else:
             total, left = tl.zeros([COLUMNS], tl.float32), parts
             while left != 0:
                 group = _lowest_group(left, groups_ptr, token, c)
                 partial = _sum_of_parts(
-                    group, weights_ptr, buffer_address, token, column, is_element, dtype, c
+                    *(group, weights_ptr, buffer_address, token, column, is_element),
+                    *(block, is_block, dtype, c),
                 )
                 total += cast(partial, dtype).to(tl.float32)
                 left &= ~group
@@ -226,7 +246,7 @@ def receive_combine(
         kernel: object = receive_combine_lines_kernel
         constants = {"num_warps": LINES_WARPS}
         if not in_lines:
-            columns = min(_COLUMNS, next_power_of_two(hidden_size))
+            columns = max(peers.layout.sum_block, min(_COLUMNS, next_power_of_two(hidden_size)))
             kernel, constants = _receive_combine_kernel, {"num_warps": _WARPS, "COLUMNS": columns}
         launch = exchange.launches[key] = prepare(
             exchange,

@@ -36,6 +36,7 @@ from epcomm.kernels.nvlink.common.constexprs import (
     LINE_BYTES,
     LINE_WORDS,
     PART_LINES,
+    SCALED_WORDS,
     SOURCES_AT,
     SUM_ARRIVALS,
 )
@@ -50,6 +51,7 @@ from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     await_all,
     bits_of_ranks,
+    in_lanes,
     int64_at,
     line_of,
     next_epoch,
@@ -59,6 +61,12 @@ from epcomm.kernels.nvlink.common.lines import (
 )
 from epcomm.kernels.nvlink.common.signals import int32_at, living_ranks, publish_as_last
 from epcomm.kernels.nvlink.common.status import REPORT_ABORTED, WAIT_COMBINE
+from epcomm.kernels.nvlink.common.sum_codes import (
+    blocks_of_sum,
+    columns_of_sum,
+    quantize_sums,
+    scales_of_sum,
+)
 from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.rounding import cast
 
@@ -278,18 +286,38 @@ def _store_result(
     to: tl.tensor,
     place: tl.tensor,
     blocks: tl.tuple,
+    piece: tl.tensor,
     at: tl.tensor,
-    is_stored: tl.tensor,
+    is_there: tl.tensor,
+    has_slot: tl.tensor,
     epoch: tl.tensor,
     c: constexprs.Layout,
+    results: constexprs.Results,
     IN_LINES: tl.constexpr,
 ) -> None:
-    """Store blocks of a result in lines or columns `at` of row `place` of a rank."""
+    """Store blocks of a result, a piece, in lines or columns `at` of row `place` of a rank."""
+    is_stored = both(is_there, has_slot)
     if IN_LINES:
-        words = ()
+        to += place * (c.SUM_LINES * LINE_BYTES)  # pyright: ignore[reportOperatorIssue]
+        words, scale_words = (), ()
         for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-            words += (words_of(tl.ravel(blocks[plane])),)
-        store_lines(to + place * (c.SUM_LINES * LINE_BYTES), at, words, epoch, is_stored)  # pyright: ignore[reportArgumentType]
+            if c.SUM_BLOCK > 0:
+                codes, scales = quantize_sums(blocks[plane], c)
+                words += (words_of(tl.ravel(codes)),)
+                scale_words += (in_lanes(words_of(scales), at.shape[0]),)
+            else:
+                words += (words_of(tl.ravel(blocks[plane])),)
+        store_lines(to, at, words, epoch, is_stored)  # pyright: ignore[reportArgumentType]
+        if c.SUM_BLOCK > 0:
+            is_scale = is_stored & (at % SCALED_WORDS == 0)
+            store_lines(to, c.SUM_SCALE_LINES + at // SCALED_WORDS, scale_words, epoch, is_scale)
+    elif c.SUM_BLOCK > 0:
+        codes, scales = quantize_sums(blocks[0], c)
+        row_ptr = row_at(to, place, tl.uint8, c)
+        tl.store(row_ptr + at, codes, mask=is_stored)
+        block = blocks_of_sum(piece, results.COLUMNS, c)
+        is_block = both(block * c.SUM_BLOCK < results.HIDDEN, has_slot)
+        tl.store(scales_of_sum(row_ptr, c) + block, scales, mask=is_block)
     else:
         tl.store(row_at(to, place, blocks[0].dtype, c) + at, blocks[0], mask=is_stored)  # pyright: ignore[reportArgumentType]
 
@@ -317,7 +345,8 @@ def _send_pieces(
     Returns: the results sent to other ranks.
     """
     PIECES: tl.constexpr = results.LINE_PIECES if IN_LINES else results.PIECES
-    EACH: tl.constexpr = 32 // sent.rows.dtype.element_ty.primitive_bitwidth
+    dtype: tl.constexpr = sent.rows.dtype.element_ty
+    EACH: tl.constexpr = 4 if c.SUM_BLOCK > 0 else 32 // dtype.primitive_bitwidth  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
     num_sent = 0
     for item in tl.range(first, end * (c.W * PIECES), step, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         row_item = item // PIECES
@@ -333,7 +362,7 @@ def _send_pieces(
                 part += tl.arange(0, results.LINE_PARTS)[:, None]  # pyright: ignore[reportGeneralTypeIssues]
                 line_lane, lane = tl.arange(0, PART_LINES), tl.arange(0, PART_LINES * EACH)
                 at = part * c.RETURN_PLANE + line_lane[None, :]
-                is_there = (line_lane[None, :] < c.RETURN_PLANE) & (at < c.SUM_LINES)
+                is_there = (line_lane[None, :] < c.RETURN_PLANE) & (at < c.SUM_SCALE_LINES)
                 at = tl.reshape(at, [results.LINE_PARTS * PART_LINES])
                 is_there = tl.reshape(is_there, [results.LINE_PARTS * PART_LINES])
                 for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType]
@@ -342,7 +371,7 @@ def _send_pieces(
                     is_element = (lane[None, :] < c.RETURN_PLANE * EACH) & (column < results.HIDDEN)
                     are_elements += (is_element,)
             else:
-                at = item % PIECES * results.COLUMNS + tl.arange(0, results.COLUMNS)
+                at = columns_of_sum(item % PIECES, results.COLUMNS, c)
                 is_there = at < results.HIDDEN
                 columns, are_elements = (at,), (is_there,)
             row = source * c.M + token
@@ -356,8 +385,10 @@ def _send_pieces(
                 for k in tl.static_range(c.K):
                     has_slot = tl.load(sent.slots_of_row + row * c.K + k) >= 0
                     place = (token if IN_LINES else tl.cast(token, tl.int64)) * c.K + k
-                    is_stored = both(is_there, has_slot)
-                    _store_result(to, place, parts[k], at, is_stored, epoch, c, IN_LINES)
+                    _store_result(
+                        *(to, place, parts[k], item % PIECES, at, is_there, has_slot, epoch),
+                        *(c, results, IN_LINES),
+                    )
                     num_parts += has_slot.to(tl.int32)
             else:
                 for group in tl.range(0, c.GROUPS, num_stages=1):
@@ -371,8 +402,10 @@ def _send_pieces(
                         place = place * c.LINE_TOKENS + token
                     else:
                         place = tl.cast(place, tl.int64) * c.M + token
-                    is_stored = both(is_there, has_slot)
-                    _store_result(to, place, sums, at, is_stored, epoch, c, IN_LINES)
+                    _store_result(
+                        *(to, place, sums, item % PIECES, at, is_there, has_slot, epoch),
+                        *(c, results, IN_LINES),
+                    )
                     num_parts += has_slot.to(tl.int32)
             is_counted = (source != peers.rank) & (item % PIECES == 0)
             num_sent += tl.where(is_counted, num_parts, 0)
@@ -503,7 +536,7 @@ def send_combine(
     key = ("send sums", rows.dtype, hidden_size, row_stride, slot_weights is None, per_row)
     launch = exchange.launches.get(key)
     if launch is None:
-        columns = min(_SENT_COLUMNS, max(4, next_power_of_two(hidden_size)))
+        columns = min(_SENT_COLUMNS, max(4, layout.sum_block, next_power_of_two(hidden_size)))
         launch = exchange.launches[key] = prepare(
             exchange,
             _send_combine_kernel,

@@ -41,7 +41,7 @@ _E2M1_MAX = tl.constexpr(6.0)
 _E2M1_MAX_BITS = tl.constexpr(0x40C00000)
 _RECIPROCAL_OF_MAX = tl.constexpr(0.0022321429569274187)
 _FRACTION_MASK = tl.constexpr(0x7FFFFF)
-_AMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)
+AMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)
 _ROW_AMAX_FLOOR = tl.constexpr(2688 * 2.0**-120)
 _E8M0_NAN = tl.constexpr(0xFF)
 # 2**-127, which e8m0 stores as 0, is a subnormal float32.
@@ -88,7 +88,7 @@ def quantize_blocks(
     x: tl.tensor,
     IS_POWER_OF_TWO: tl.constexpr,
     HAS_E4M3: tl.constexpr,
-    FLOOR_BITS: tl.constexpr = _AMAX_FLOOR_BITS,
+    FLOOR_BITS: tl.constexpr = AMAX_FLOOR_BITS,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return codes [blocks, columns], uint8, and scales [blocks] of the rows of x, one block a row.
 
@@ -285,7 +285,7 @@ def _prepared(
             SCALES_STRIDE=scales_stride,
             IS_POWER_OF_TWO=wire_format.has_exponents,
             HAS_E4M3=has_e4m3(device),
-            FLOOR_BITS=_AMAX_FLOOR_BITS.value if kind is WireDtype.FP8_E4M3 else 0,
+            FLOOR_BITS=AMAX_FLOOR_BITS.value if kind is WireDtype.FP8_E4M3 else 0,
             PER_ITEM=kind.per_item,
             HAS_ROW_SCALE=kind.has_row_scale,
             TILE_BLOCKS=tile_blocks,
@@ -297,7 +297,7 @@ def _prepared(
 
 
 @triton.jit
-def _float_of(code: tl.tensor, SIGN: tl.constexpr, SHIFT: tl.constexpr) -> tl.tensor:
+def float_of(code: tl.tensor, SIGN: tl.constexpr, SHIFT: tl.constexpr) -> tl.tensor:
     """Return the floats of e4m3 codes (SIGN 128, SHIFT 7) or of e2m1 codes (8, 9): 0x7E is 448.
 
     The bits of a magnitude are those of a float16, whose exponent has a larger bias.
@@ -311,6 +311,15 @@ def _float_of(code: tl.tensor, SIGN: tl.constexpr, SHIFT: tl.constexpr) -> tl.te
     # `-value` would be 0 - value, which loses the sign of zero.
     sign = tl.where((code.to(tl.int16) & SIGN) != 0, -0x80000000, 0).to(tl.int32)
     return (bits | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power_of(exponent: tl.tensor) -> tl.tensor:
+    """Return the powers of two of biased exponents: 128 is 2."""
+    power = exponent.to(tl.int32)
+    bits = tl.where(power == 0, _LEAST_POWER_BITS, power << 23)
+    bits = tl.where(power == _E8M0_NAN, _NAN_BITS, bits)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -342,14 +351,11 @@ def _restore_kernel(
         for byte in tl.static_range(_ROW_SCALE_BYTES):
             bits |= tl.load(of_row_ptr + byte, mask=is_block, other=0).to(tl.int32) << (8 * byte)
         scale = tl.load(of_row_ptr + _ROW_SCALE_BYTES + block_of_row, mask=is_block, other=0)
-        scale = _float_of(scale, 128, 7) * bits.to(tl.float32, bitcast=True)
+        scale = float_of(scale, 128, 7) * bits.to(tl.float32, bitcast=True)
     else:
         scale = tl.load(of_row_ptr + block_of_row, mask=is_block, other=0)
         if HAS_EXPONENTS:
-            power = scale.to(tl.int32)
-            bits = tl.where(power == 0, _LEAST_POWER_BITS, power << 23)
-            bits = tl.where(power == _E8M0_NAN, _NAN_BITS, bits)
-            scale = bits.to(tl.float32, bitcast=True)
+            scale = power_of(scale)
 
     lane = tl.arange(0, TILE_COLUMNS)
     column = block_of_row[:, None] * BLOCK + lane[None, :]
@@ -359,9 +365,9 @@ def _restore_kernel(
     if IS_INTEGER:
         value = code.to(tl.int8, bitcast=True).to(tl.float32)
     elif PER_ITEM == 2:
-        value = _float_of(code >> (column % 2 * 4).to(tl.uint8), 8, 9)
+        value = float_of(code >> (column % 2 * 4).to(tl.uint8), 8, 9)
     else:
-        value = _float_of(code, 128, 7)
+        value = float_of(code, 128, 7)
     tl.store(out_ptr + row[:, None] * HIDDEN + column, value * scale[:, None], mask=is_element)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock, patch
@@ -23,11 +23,13 @@ from epcomm.buffers.sizes import CallShape
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import RankNames, ShapeError
 from epcomm.protocol import BatchFlags
+from epcomm.quantization import dequantize, quantize
 from epcomm.spec import BufferSpec
-from epcomm.types import RowsPer
+from epcomm.types import RowsPer, WireDtype, WireFormat
 from tests.buffers.nvlink.test_return_slots import results_of
-from tests.cases.specs import buffer_spec
+from tests.cases.specs import BF16, buffer_spec
 
+FP8, MXFP8 = WireFormat(dtype=WireDtype.FP8_E4M3), WireFormat(dtype=WireDtype.MXFP8)
 NAN = float("nan")
 HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS = 20, 5, 4, 3
 # The most tokens that a rank sends in lines: with 2, ranks of one batch differ, by their T.
@@ -82,7 +84,14 @@ class Batch:
 
     @classmethod
     def of(
-        cls, number: int, rank: int, world_size: int, num_groups: int, *, at_source: bool
+        cls,
+        number: int,
+        rank: int,
+        world_size: int,
+        num_groups: int,
+        *,
+        at_source: bool,
+        hidden_size: int = HIDDEN,
     ) -> Batch:
         """Make up to M tokens, some with entries for no expert.
 
@@ -97,7 +106,7 @@ class Batch:
         ids = scores.topk(TOP_K, dim=1).indices
         ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
         return cls(
-            x=torch.randn(num_tokens, HIDDEN, generator=generator).to(torch.bfloat16),
+            x=torch.randn(num_tokens, hidden_size, generator=generator).to(torch.bfloat16),
             topk_ids=ids,
             topk_weights=torch.rand(ids.shape, generator=generator).masked_fill(ids < 0, NAN),
             groups=groups,
@@ -112,8 +121,8 @@ class Batch:
             flags=BatchFlags.NONE,
         )
 
-    def expected_y(self) -> Tensor:
-        """Add the entries of a group in k order, round; add the groups in order, round."""
+    def expected_y(self, sums: WireFormat = BF16) -> Tensor:
+        """Add the entries of a group in k order, round, quantise; add groups in order, round."""
         y = torch.zeros(self.x.shape)
         for group in range(int(self.groups.max()) + 1):
             total = torch.zeros(self.x.shape)
@@ -122,25 +131,30 @@ class Batch:
                 rows = (self.x.float() * (ids + 1)).to(torch.bfloat16).float()
                 is_there = (ids >= 0) & (self.groups[ids] == group)
                 total += torch.where(is_there, self.topk_weights[:, k : k + 1] * rows, 0.0)
-            y += total.to(torch.bfloat16).float()
+            sent = quantize(total.to(torch.bfloat16), sums)
+            y += dequantize(sent, torch.float32)
         return y.to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", [NVLinkLowLatencyBuffer, NVLinkMaskedBuffer])
 @pytest.mark.parametrize(
-    ("world_size", "groups", "line_tokens", "at_source"),
+    ("world_size", "groups", "line_tokens", "at_source", "sums"),
     [
-        (2, 2, MIXED, False),
-        (2, 2, MIXED, True),
+        (2, 2, MIXED, False, BF16),
+        (2, 2, MIXED, True, BF16),
+        (2, 1, MIXED, False, FP8),
+        (2, 2, MIXED, False, MXFP8),
         # An interpreter takes many seconds for these.
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (2, 1, MIXED, False),
-                (2, 4, IN_LINES, False),
-                (4, 2, IN_BULK, False),
-                (4, 4, IN_LINES, False),
-                (4, 2, IN_BULK, True),
+                (2, 1, MIXED, False, BF16),
+                (2, 4, IN_LINES, False, BF16),
+                (4, 2, IN_BULK, False, BF16),
+                (4, 4, IN_LINES, False, BF16),
+                (4, 2, IN_BULK, True, BF16),
+                (4, 1, IN_BULK, False, FP8),
+                (4, 2, IN_LINES, False, MXFP8),
             )
         ),
     ],
@@ -151,17 +165,22 @@ def test_sums_are_those_of_groups(
     groups: int,
     line_tokens: int,
     at_source: bool,
+    sums: WireFormat,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     monkeypatch.setattr(NVLinkLowLatencyBuffer, "line_tokens", line_tokens)
     num_groups = world_size * groups
     spec = spec_of(num_groups, at_source=at_source)
+    if sums is not BF16:
+        # Two pieces of lines, and a short last block.
+        spec = replace(spec, hidden_size=3500, combine_format=sums)
     buffers = open_ranks(kind, spec, world_size, device)
 
     def batches_of(number: int) -> list[Batch]:
+        options = {"at_source": at_source, "hidden_size": spec.hidden_size}
         ranks = range(world_size)
-        return [Batch.of(number, r, world_size, num_groups, at_source=at_source) for r in ranks]
+        return [Batch.of(number, r, world_size, num_groups, **options) for r in ranks]
 
     for number in range(3):
         batches = batches_of(number)
@@ -184,7 +203,7 @@ def test_sums_are_those_of_groups(
         ]
         for rank, batch in enumerate(batches):
             y = combining[rank].wait()
-            assert torch.equal(y.cpu(), batch.expected_y()), f"batch {number}, rank {rank}"
+            assert torch.equal(y.cpu(), batch.expected_y(sums)), f"batch {number}, rank {rank}"
     for rank, buffer in enumerate(buffers):
         buffer.check()
         sent = [bytes_of(kind, spec, batches_of(number), rank) for number in range(3)]

@@ -11,11 +11,13 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import TypeVar
 
+import torch
 import triton.language as tl
 
 from epcomm.kernels.launch import IS_INTERPRETED, next_power_of_two
 from epcomm.kernels.nvlink.common import exchange, layout
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
+from epcomm.kernels.quantize.fp8 import has_e4m3
 
 RecordT = TypeVar("RecordT")
 
@@ -23,6 +25,7 @@ RecordT = TypeVar("RecordT")
 LINE_BYTES = tl.constexpr(layout.LINE_BYTES)
 LINE_WORDS = tl.constexpr(layout.LINE_WORDS)
 PART_LINES = tl.constexpr(layout.PART_LINES)
+SCALED_WORDS = tl.constexpr(layout.SCALED_WORDS)
 EAGER_EPOCH = tl.constexpr(exchange.EAGER_EPOCH)
 HELD_BATCH = tl.constexpr(exchange.HELD_BATCH)
 COUNTED_EPOCH = tl.constexpr(exchange.COUNTED_EPOCH)
@@ -52,6 +55,7 @@ class Layout:
     """The numbers of a LowLatencyLayout, its offsets in bytes, and its lines counted in lines.
 
     LANES of something are its number rounded up to a power of two.   PARTS: parts_of_token.
+    HAS_E4M3: the hardware converts codes of quantised sums.
     """
 
     W: tl.constexpr
@@ -73,6 +77,11 @@ class Layout:
     ROW_PIECES: tl.constexpr
     SUM_LINES: tl.constexpr
     SUM_PARTS: tl.constexpr
+    SUM_BLOCK: tl.constexpr
+    SUM_EXPONENTS: tl.constexpr
+    SUM_SCALE_LINES: tl.constexpr
+    SUM_SCALES_AT: tl.constexpr
+    HAS_E4M3: tl.constexpr
     DATA_WORDS: tl.constexpr
     SCALE_WORDS: tl.constexpr
     DATA_PLANE: tl.constexpr
@@ -95,10 +104,11 @@ class Layout:
 
     @classmethod
     @cache
-    def of(cls, layout: LowLatencyLayout) -> Layout:
+    def of(cls, layout: LowLatencyLayout, device: torch.device) -> Layout:
         """Return the constants of a layout."""
         found = {f"{name.upper()}_AT": layout.offsets[name] for name in layout.buffer_sizes()}
         found["W_LANES"] = next_power_of_two(layout.world_size)
+        found["HAS_E4M3"] = layout.sum_block > 0 and has_e4m3(device)
         found["PART_LANES"] = next_power_of_two(layout.parts_of_token)
         names = [each.name for each in fields(cls) if each.name not in found]
         found |= {name: getattr(layout, _NAMES.get(name, name.lower())) for name in names}

@@ -26,6 +26,7 @@ def prepare(
         constants: others of the kernel, and options of the compiler.
     """
     peers = exchange.peers
+    c = Layout.of(peers.layout, peers.table.device)
     memory = Memory(
         table=peers.table,
         bases=exchange.bases,
@@ -37,4 +38,4 @@ def prepare(
     )
     numbers = (peers.own_address, exchange.buffer_address, peers.rank, peers.max_polls)
     everything = (*arguments, memory, *numbers, *[CHANGES] * num_numbers)
-    return PreparedLaunch(kernel, everything, {"c": Layout.of(peers.layout), **constants})
+    return PreparedLaunch(kernel, everything, {"c": c, **constants})

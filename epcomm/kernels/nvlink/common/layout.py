@@ -14,7 +14,7 @@ from functools import cached_property
 
 from epcomm.platforms.nvlink import is_triton_interpreted
 from epcomm.protocol import HEADER_WORDS
-from epcomm.types import align_up
+from epcomm.types import WireDtype, WireFormat, align_up
 
 # Regions begin at lines of the L2 cache.
 _LINE_BYTES = 128
@@ -30,6 +30,10 @@ LINE_BYTES = 24 if is_triton_interpreted() else 16
 SHORT_LINE_BYTES = 8
 # The most lines that hold a part of a row: one for each thread of a program that receives them.
 PART_LINES = 128
+# Words of codes of 8 bits that have one word of scales, in each of SUM_FORMATS.
+SCALED_WORDS = 32
+# The formats of quantised sums. Their scales depend on blocks alone: a kernel has a part of a row.
+SUM_FORMATS = (WireFormat(dtype=WireDtype.FP8_E4M3), WireFormat(dtype=WireDtype.MXFP8))
 # Most ranks of low latency: kernels keep sets of them as bits of an int32, and one bit of an abort.
 MAX_LINE_RANKS = 30
 # Most rows that return to the source of a token: kernels keep sets of them as bits of an int32.
@@ -136,6 +140,8 @@ class LowLatencyLayout(MemoryLayout):
 
     Group q of rank d is number d * groups + q. Or each slot returns.
 
+    sum_block: the columns of a quantised sum that share a scale, 0 without combine_format.
+    sum_exponents: these scales are powers of two.
     line_tokens: the most tokens that a rank sends in lines; it receives their sums in lines too. 0:
         no rank sends lines.   data_words, scale_words, return_words: the words of a row, of its
         scales and of a sum.   data_plane, scale_plane: the words of their planes, see lines.py.
@@ -163,6 +169,8 @@ class LowLatencyLayout(MemoryLayout):
     data_plane: int
     scale_plane: int
     returns_slots: bool = False
+    sum_block: int = 0
+    sum_exponents: bool = False
 
     @property
     def metadata_bytes(self) -> int:
@@ -186,8 +194,18 @@ class LowLatencyLayout(MemoryLayout):
 
     @property
     def return_plane(self) -> int:
-        """The words of a plane of a sum."""
-        return plane_words(self.return_words)
+        """The words of a plane of a sum; of a quantised one, whole blocks with words of scales."""
+        return PART_LINES if self.sum_block else plane_words(self.return_words)
+
+    @property
+    def sum_scales_at(self) -> int:
+        """The bytes of a sum in bulk before those of its scales."""
+        return _WORD_BYTES * self.return_words
+
+    @cached_property
+    def sum_scale_lines(self) -> int:
+        """The lines of a sum before those of its scales."""
+        return _num_lines(self.return_words, self.return_plane)
 
     @cached_property
     def scale_lines_at(self) -> int:
@@ -207,12 +225,13 @@ class LowLatencyLayout(MemoryLayout):
     @cached_property
     def sum_lines(self) -> int:
         """The lines from one sum to the next."""
-        return _num_lines(self.return_words, self.return_plane)
+        scale_words = -(-self.return_words // SCALED_WORDS) if self.sum_block else 0
+        return self.sum_scale_lines + _num_lines(scale_words, PART_LINES // SCALED_WORDS)
 
     @property
     def sum_parts(self) -> int:
         """The parts of a sum in lines."""
-        return -(-self.sum_lines // self.return_plane)
+        return -(-self.sum_scale_lines // self.return_plane)
 
     @property
     def control_bytes(self) -> int:

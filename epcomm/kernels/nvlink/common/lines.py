@@ -209,6 +209,13 @@ def elements_of(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def in_lanes(values: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """Return values [n] in LANES lanes, each as often: 1 1 2 2 of 1 2."""
+    SIZE: tl.constexpr = values.shape[0]  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    return tl.reshape(tl.broadcast_to(values[:, None], [SIZE, LANES // SIZE]), [LANES])
+
+
+@triton.jit
 def bits_of_ranks(is_late: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
     """Return flags [LANES] of ranks as bits: 5 of 1 0 1 0."""
     lane = tl.arange(0, LANES)

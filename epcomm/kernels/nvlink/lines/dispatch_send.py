@@ -22,7 +22,7 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
 )
 from epcomm.kernels.nvlink.common.exchange import VARYING, Memory, Peers
 from epcomm.kernels.nvlink.common.layout import PART_LINES, LowLatencyLayout
-from epcomm.kernels.nvlink.common.lines import await_credit, store_lines, words_of
+from epcomm.kernels.nvlink.common.lines import await_credit, in_lanes, store_lines, words_of
 from epcomm.kernels.nvlink.common.signals import living_ranks
 from epcomm.kernels.nvlink.ll_dispatch_header import (
     FP8,
@@ -120,13 +120,6 @@ def _given_scales(
         scale = load_scales(x_scales_ptr, token, at, is_scale, scales_stride, scale_stride)
         words |= scale.to(tl.int32) << (each * (32 // EACH))
     return words
-
-
-@triton.jit
-def _in_lanes(values: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """Return values [n] in LANES lanes, each as often: 1 1 2 2 of 1 2."""
-    SIZE: tl.constexpr = values.shape[0]  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-    return tl.reshape(tl.broadcast_to(values[:, None], [SIZE, LANES // SIZE]), [LANES])
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -230,7 +223,7 @@ def send_dispatch_lines_kernel(
                     rows.HAS_E4M3,
                 )
                 words += (words_of(tl.reshape(codes, [LANES * 4])),)  # pyright: ignore[reportOperatorIssue]
-                scale_words += (_in_lanes(words_of(scales), LANES),)
+                scale_words += (in_lanes(words_of(scales), LANES),)
         is_word = has_word & (part * (LINE_WORDS * c.DATA_PLANE) + place < c.DATA_WORDS)
         line = part * c.DATA_PLANE + place
         scale_line = part * c.SCALE_PLANE + scale_place

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from epcomm.kernels.nvlink.common.layout import NormalLayout
+from epcomm.kernels.nvlink.common.layout import SUM_FORMATS, NormalLayout
 from epcomm.kernels.nvlink.common.plan_parts import NVLinkNormalExchangePlan
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, constants_of
 from epcomm.kernels.nvlink.normal.program import Program, arguments_of, in_vectors
 from epcomm.platforms.cuda import on_device
-from epcomm.types import WireDtype, WireFormat, align_up
+from epcomm.types import WireFormat, align_up
 
 # Warps of a block, besides the releaser. Senders share the rows of an item evenly.
 SENDERS, REDUCERS = 16, 3
@@ -29,9 +29,6 @@ NUM_WARPS = SENDERS + 1 + REDUCERS
 SHARED_BYTES = NUM_WARPS * (STAGES * PIECE + align_up(8 * STAGES, 128))
 # The kinds of numbers in rows.
 _KINDS = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
-
-# Sums whose scales depend on their blocks alone: a sender holds a piece of a row at a time.
-SUM_FORMATS = (WireFormat(dtype=WireDtype.FP8_E4M3), WireFormat(dtype=WireDtype.MXFP8))
 
 _Arguments = arguments_of("combine.cu")
 

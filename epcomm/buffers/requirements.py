@@ -12,7 +12,8 @@ def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
         reasons.append(f"carries {carried}, not {spec.dispatch_format}")
     sums = spec.combine_format
     if sums is not None and sums.dtype not in caps.combine_dtypes:
-        reasons.append(f"returns sums as {spec.hidden_format}, not as {sums}")
+        returned = ", ".join([str(spec.hidden_format), *sorted(caps.combine_dtypes)])
+        reasons.append(f"returns sums as {returned}, not as {sums}")
     if caps.max_top_k is not None and spec.top_k > caps.max_top_k:
         reasons.append(f"top_k is {spec.top_k}, at most {caps.max_top_k}")
     if spec.hidden_size % caps.hidden_multiple:

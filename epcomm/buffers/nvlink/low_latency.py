@@ -45,12 +45,7 @@ from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.kernels.nvlink.common.exchange import first_state
-from epcomm.kernels.nvlink.common.layout import (
-    MAX_LINE_RANKS,
-    MAX_RETURNED_ROWS,
-    SUM_FORMATS,
-    LowLatencyLayout,
-)
+from epcomm.kernels.nvlink.common.layout import MAX_LINE_RANKS, MAX_RETURNED_ROWS, LowLatencyLayout
 from epcomm.protocol import BatchFlags, FaultCode, pack_status
 from epcomm.records import ExchangePlan, Pending
 from epcomm.spec import BufferCaps, BufferSpec
@@ -85,7 +80,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             trainable=False,
             ordered=True,
             wire_dtypes=FLOAT32_SUM_DTYPES,
-            combine_dtypes=frozenset(each.dtype for each in SUM_FORMATS),
+            combine_dtypes=cls.combine_dtypes,
             batches_in_flight=cls.num_buffers,
             batches_on_request=True,
             has_receive_hook=True,

@@ -39,7 +39,7 @@ from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
 from epcomm.kernels.cuda_jit import nvrtc_is_installed
-from epcomm.kernels.nvlink.common.layout import SUM_FORMATS, NormalLayout
+from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.kernels.nvlink.common.plan_parts import IndexSizes, NVLinkNormalExchangePlan, PlanBlock
 from epcomm.kernels.nvlink.normal import program
 from epcomm.kernels.nvlink.normal.collect import collect_rows
@@ -90,7 +90,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             ordered=True,
             max_top_k=program.LANES,
             wire_dtypes=FLOAT32_SUM_DTYPES,
-            combine_dtypes=frozenset(each.dtype for each in SUM_FORMATS),
+            combine_dtypes=cls.combine_dtypes,
             is_static=cls.is_static,
             batches_in_flight=cls.num_buffers,
             batches_on_request=True,

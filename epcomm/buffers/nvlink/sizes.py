@@ -9,6 +9,7 @@ from epcomm.buffers.sizes import Region, index_bytes, slot_regions
 from epcomm.kernels.nvlink.common.layout import (
     MAX_RETURNED_ROWS,
     PART_LINES,
+    SUM_FORMATS,
     VECTOR_BYTES,
     LowLatencyLayout,
     NormalLayout,
@@ -113,6 +114,7 @@ def _block_sizes(
 ) -> dict[str, int]:
     """Return the fields of a MemoryLayout."""
     wire, hidden_size = spec.dispatch_format, spec.hidden_size
+    assert spec.combine_format in (None, *SUM_FORMATS), f"sums are {spec.combine_format}"
     sums = spec.combine_format or spec.hidden_format
     sum_end = align_up(sums.data_bytes(hidden_size), _WORD_BYTES) + sums.scale_bytes(hidden_size)
     return {

@@ -80,7 +80,7 @@ class Layout:
     SUM_BLOCK: tl.constexpr
     SUM_EXPONENTS: tl.constexpr
     SUM_SCALE_LINES: tl.constexpr
-    SUM_SCALES_AT: tl.constexpr
+    RETURN_WORDS: tl.constexpr
     HAS_E4M3: tl.constexpr
     DATA_WORDS: tl.constexpr
     SCALE_WORDS: tl.constexpr

@@ -197,11 +197,6 @@ class LowLatencyLayout(MemoryLayout):
         """The words of a plane of a sum; of a quantised one, whole blocks with words of scales."""
         return PART_LINES if self.sum_block else plane_words(self.return_words)
 
-    @property
-    def sum_scales_at(self) -> int:
-        """The bytes of a sum in bulk before those of its scales."""
-        return _WORD_BYTES * self.return_words
-
     @cached_property
     def sum_scale_lines(self) -> int:
         """The lines of a sum before those of its scales."""

@@ -43,7 +43,7 @@ def quantize_sums(sums: tl.tensor, c: constexprs.Layout) -> tuple[tl.tensor, tl.
 def scales_of_sum(row_ptr: tl.tensor, c: constexprs.Layout) -> tl.tensor:
     """Return a pointer to the scales of a returned row of codes, uint8."""
     dtype: tl.constexpr = tl.uint8 if c.SUM_EXPONENTS else tl.float32  # pyright: ignore[reportAssignmentType]
-    return (row_ptr + c.SUM_SCALES_AT).to(tl.pointer_type(dtype), bitcast=True)  # pyright: ignore[reportArgumentType]
+    return (row_ptr + 4 * c.RETURN_WORDS).to(tl.pointer_type(dtype), bitcast=True)  # pyright: ignore[reportArgumentType]
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 // Sums in 8 bits: a code of e4m3 for each column and a scale for each block of BLOCK columns, by the
 // arithmetic of epcomm/quantization/floats.py, which has the reasons for its numbers.
 //
-// With powers of two and BLOCK 4, the sums 896 448 1 0 are the codes of 448 224 0.5 0 and the scale 128, of 2.
+// With powers of two and BLOCK 4, 896 448 1 0 are the codes of 448 224 0.5 0, and the scale 128, which is 2.
 //
 // Constants of combine.py: BLOCK, HAS_EXPONENTS (scales are powers of two of one byte, else float32).
 
@@ -19,7 +19,7 @@ struct BlockScale {
 __device__ BlockScale scale_of(int largest) {
     if (largest >= INFINITY_BITS) return {HAS_EXPONENTS ? 0xffu : 0x7fc00000u, NOT_A_NUMBER};
     if (HAS_EXPONENTS) {
-        // The smallest power of two times 448, 0x43e00000, that is not less: any fraction above carries.
+        // The smallest power of two of which 448 times, 0x43e00000, is not less: a fraction above carries.
         const int exponent = max(((largest - 0x43e00000 + 0x7fffff) >> 23) + 127, 0);
         return {(u32)exponent, __int_as_float((254 - exponent) << 23)};
     }

@@ -239,7 +239,8 @@ __device__ void bring(Ring& ring, const Rows& rows, int stage) {
     const int at = ring.piece * PIECE_BYTES<From>;
     // The lane that knows where the row begins loads the piece.
     if ((int)threadIdx.x % 32 == __ffs(ring.left) - 1) {
-        const u32 num_bytes = min(PIECE_BYTES<From>, BYTES_OF_ROW<From> - at), barrier = barrier_of(ring, stage);
+        const u32 num_bytes = min(PIECE_BYTES<From>, BYTES_OF_ROW<From> - at);
+        const u32 barrier = barrier_of(ring, stage);
         expect(barrier, num_bytes);
         bring_piece(ring.memory + PIECE * stage, rows.from + at, num_bytes, barrier);
     }

@@ -14,6 +14,7 @@ from epcomm import (
     DeepEPNormalDispatcher,
     EPConfig,
     EPGroup,
+    Mode,
     MoESpec,
     RowsDispatchOutput,
     WireDtype,
@@ -22,6 +23,7 @@ from epcomm import (
 from epcomm.dispatchers import Dispatcher
 from epcomm.ops.slots import expert_of_slot, pack
 from epcomm.planning.plan import plan
+from epcomm.platforms.assumed import DEVICES
 from epcomm.quantization import dequantize, quantize
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch
 from epcomm.types import WeightsAppliedBy
@@ -139,6 +141,17 @@ def test_plan_states_the_bytes_of_sums(combine_dtype: WireDtype | None, way: str
     assert f"combine {combine_dtype or 'bf16'}" in chosen.explain()
 
 
+@pytest.mark.parametrize("mode", [Mode.NORMAL, Mode.LOW_LATENCY])
+def test_plan_states_the_bytes_of_sums_over_nvlink(mode: Mode) -> None:
+    config = EPConfig(
+        mode=mode, backend="nvlink", combine_dtype=WireDtype.MXFP8, max_tokens_per_rank=8
+    )
+    chosen = plan(config, spec_of(4), world_size=4, machine=DEVICES["h200"])
+    # Without a gap after the scales.
+    bytes_of_token = [each.max_bytes_per_token()["combine"] for each in chosen.phases().values()]
+    assert set(bytes_of_token) == {3 * (88 + 3)}
+
+
 def test_other_formats_sizes_and_backends_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"combine_dtype is .*mxfp4.*, expected one of"):
         EPConfig(combine_dtype=WireDtype.MXFP4)
@@ -150,6 +163,8 @@ def test_other_formats_sizes_and_backends_are_refused() -> None:
     with pytest.raises(BackendUnavailable, match="returns sums as bf16, not as nvfp4") as caught:
         plan(replace(config, backend="deep_ep_v2"), spec_of(4))
     assert "\n" not in str(caught.value)
+    with pytest.raises(BackendUnavailable, match="sums as bf16, fp8_e4m3, mxfp8, not as nvfp4"):
+        plan(replace(config, backend="nvlink"), spec_of(4), world_size=4, machine=DEVICES["h200"])
 
 
 @torch.enable_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.masks import both
-from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common import constexprs, sum_codes
 from epcomm.kernels.nvlink.common.constexprs import HELD_BATCH
 from epcomm.kernels.nvlink.common.dependent_launch import await_previous, overlapping
 from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, Memory, Peers
@@ -28,12 +28,6 @@ from epcomm.kernels.nvlink.common.status import (
     FLAGS_SHIFT,
     WAIT_COMBINE,
     note_faults,
-)
-from epcomm.kernels.nvlink.common.sum_codes import (
-    blocks_of_sum,
-    columns_of_sum,
-    restore_sums,
-    scales_of_sum,
 )
 from epcomm.kernels.nvlink.lines.combine_recv import WARPS as LINES_WARPS
 from epcomm.kernels.nvlink.lines.combine_recv import receive_combine_lines_kernel
@@ -115,10 +109,10 @@ def _sum_of_parts(
             place = tl.cast(token, tl.int64) * c.PARTS + index
         if c.SUM_BLOCK > 0:
             row_ptr = row_at(buffer_address + c.RETURNED_AT, place, tl.uint8, c)
-            scales_ptr = scales_of_sum(row_ptr, c) + block
+            scales_ptr = sum_codes.scales_of_sum(row_ptr, c) + block
             codes = tl.load(row_ptr + column, mask=both(is_element, is_there), other=0)
             scales = tl.load(scales_ptr, mask=both(is_block, is_there), other=0)
-            part = restore_sums(codes, scales[:, None], c)
+            part = sum_codes.restore_sums(codes, scales[:, None], c)
         else:
             part_ptr = row_at(buffer_address + c.RETURNED_AT, place, dtype, c) + column
             part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
@@ -181,7 +175,8 @@ def _receive_combine_kernel(
             signals_ptr = signals_ptr + tl.arange(0, c.W_LANES) * c.NUM_CHUNKS + chunk
             is_lost |= await_signals(peers, signals_ptr, is_awaited, WAIT_COMBINE, epoch, c)
             awaited = chunk
-        column, block = columns_of_sum(piece, COLUMNS, c), blocks_of_sum(piece, COLUMNS, c)
+        column = sum_codes.columns_of_sum(piece, COLUMNS, c)
+        block = sum_codes.blocks_of_sum(piece, COLUMNS, c)
         is_element, is_block = column < HIDDEN, block * c.SUM_BLOCK < HIDDEN
         # Loads start before it is known whether the call has failed.
         if groups_ptr is None:

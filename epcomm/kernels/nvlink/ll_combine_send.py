@@ -30,13 +30,12 @@ from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.masks import both
-from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common import constexprs, sum_codes
 from epcomm.kernels.nvlink.common.constexprs import (
     HELD_BATCH,
     LINE_BYTES,
     LINE_WORDS,
     PART_LINES,
-    SCALED_WORDS,
     SOURCES_AT,
     SUM_ARRIVALS,
 )
@@ -61,12 +60,6 @@ from epcomm.kernels.nvlink.common.lines import (
 )
 from epcomm.kernels.nvlink.common.signals import int32_at, living_ranks, publish_as_last
 from epcomm.kernels.nvlink.common.status import REPORT_ABORTED, WAIT_COMBINE
-from epcomm.kernels.nvlink.common.sum_codes import (
-    blocks_of_sum,
-    columns_of_sum,
-    quantize_sums,
-    scales_of_sum,
-)
 from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.rounding import cast
 
@@ -302,22 +295,23 @@ def _store_result(
         words, scale_words = (), ()
         for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
             if c.SUM_BLOCK > 0:
-                codes, scales = quantize_sums(blocks[plane], c)
+                codes, scales = sum_codes.quantize_sums(blocks[plane], c)
                 words += (words_of(tl.ravel(codes)),)
                 scale_words += (in_lanes(words_of(scales), at.shape[0]),)
             else:
                 words += (words_of(tl.ravel(blocks[plane])),)
         store_lines(to, at, words, epoch, is_stored)  # pyright: ignore[reportArgumentType]
         if c.SUM_BLOCK > 0:
-            is_scale = is_stored & (at % SCALED_WORDS == 0)
-            store_lines(to, c.SUM_SCALE_LINES + at // SCALED_WORDS, scale_words, epoch, is_scale)
+            is_scale = is_stored & (at % sum_codes.SCALED_WORDS == 0)
+            scale_line = c.SUM_SCALE_LINES + at // sum_codes.SCALED_WORDS
+            store_lines(to, scale_line, scale_words, epoch, is_scale)
     elif c.SUM_BLOCK > 0:
-        codes, scales = quantize_sums(blocks[0], c)
+        codes, scales = sum_codes.quantize_sums(blocks[0], c)
         row_ptr = row_at(to, place, tl.uint8, c)
         tl.store(row_ptr + at, codes, mask=is_stored)
-        block = blocks_of_sum(piece, results.COLUMNS, c)
+        block = sum_codes.blocks_of_sum(piece, results.COLUMNS, c)
         is_block = both(block * c.SUM_BLOCK < results.HIDDEN, has_slot)
-        tl.store(scales_of_sum(row_ptr, c) + block, scales, mask=is_block)
+        tl.store(sum_codes.scales_of_sum(row_ptr, c) + block, scales, mask=is_block)
     else:
         tl.store(row_at(to, place, blocks[0].dtype, c) + at, blocks[0], mask=is_stored)  # pyright: ignore[reportArgumentType]
 
@@ -371,7 +365,7 @@ def _send_pieces(
                     is_element = (lane[None, :] < c.RETURN_PLANE * EACH) & (column < results.HIDDEN)
                     are_elements += (is_element,)
             else:
-                at = columns_of_sum(item % PIECES, results.COLUMNS, c)
+                at = sum_codes.columns_of_sum(item % PIECES, results.COLUMNS, c)
                 is_there = at < results.HIDDEN
                 columns, are_elements = (at,), (is_there,)
             row = source * c.M + token

@@ -9,8 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common import constexprs, layout
 from epcomm.kernels.quantize.fp8 import AMAX_FLOOR_BITS, float_of, power_of, quantize_blocks
+
+SCALED_WORDS = tl.constexpr(layout.SCALED_WORDS)
 
 
 @triton.jit
@@ -35,8 +37,8 @@ def columns_of_sum(piece: tl.tensor, COLUMNS: tl.constexpr, c: constexprs.Layout
 def quantize_sums(sums: tl.tensor, c: constexprs.Layout) -> tuple[tl.tensor, tl.tensor]:
     """Return codes [blocks, SUM_BLOCK], uint8, and scales [blocks] of whole blocks of a sum."""
     x = tl.reshape(sums.to(tl.float32), [sums.numel // c.SUM_BLOCK, c.SUM_BLOCK])
-    FLOOR_BITS: tl.constexpr = 0 if c.SUM_EXPONENTS else AMAX_FLOOR_BITS  # pyright: ignore[reportAssignmentType]
-    return quantize_blocks(x, c.SUM_EXPONENTS, c.HAS_E4M3, FLOOR_BITS)
+    floor_bits: tl.constexpr = 0 if c.SUM_EXPONENTS else AMAX_FLOOR_BITS  # pyright: ignore[reportAssignmentType]
+    return quantize_blocks(x, c.SUM_EXPONENTS, c.HAS_E4M3, floor_bits)
 
 
 @triton.jit
@@ -63,8 +65,7 @@ def restore_words(words: tl.tensor, scales: tl.tensor, c: constexprs.Layout) -> 
     scales: [n], the word of scales for each word of codes, of SCALED_WORDS neighbours the same.
     """
     SIZE: tl.constexpr = words.shape[0]  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-    halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
-    halves = tl.reshape(halves, [2 * SIZE])
+    halves = tl.reshape(tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF), [2 * SIZE])
     codes = tl.reshape(tl.join(halves & 0xFF, halves >> 8), [4 * SIZE]).to(tl.uint8)
     if c.SUM_EXPONENTS:
         block = tl.arange(0, SIZE) // (c.SUM_BLOCK // 4)

@@ -10,14 +10,8 @@ import triton
 import triton.language as tl
 
 from epcomm.kernels.masks import both
-from epcomm.kernels.nvlink.common import constexprs
-from epcomm.kernels.nvlink.common.constexprs import (
-    HELD_BATCH,
-    LINE_BYTES,
-    LINE_WORDS,
-    PART_LINES,
-    SCALED_WORDS,
-)
+from epcomm.kernels.nvlink.common import constexprs, sum_codes
+from epcomm.kernels.nvlink.common.constexprs import HELD_BATCH, LINE_BYTES, LINE_WORDS, PART_LINES
 from epcomm.kernels.nvlink.common.dependent_launch import await_previous
 from epcomm.kernels.nvlink.common.exchange import VARYING, Memory, Peers
 from epcomm.kernels.nvlink.common.lines import (
@@ -39,7 +33,6 @@ from epcomm.kernels.nvlink.common.status import (
     WAIT_COMBINE,
     note_faults,
 )
-from epcomm.kernels.nvlink.common.sum_codes import restore_words
 from epcomm.kernels.rounding import cast
 
 # A line of a part of each sum for each thread.
@@ -50,20 +43,12 @@ _THREADS = tl.constexpr(32 * WARPS)
 
 @triton.jit
 def _added(
-    totals: tl.tuple,
-    words: tl.tuple,
-    scales: tl.tuple | None,
-    weight: tl.tensor | None,
-    dtype: tl.constexpr,
-    c: constexprs.Layout,
+    totals: tl.tuple, words: tl.tuple, weight: tl.tensor | None, dtype: tl.constexpr
 ) -> tl.tuple:
-    """Add the words of each plane to totals, float32, times scales or a weight if there are any."""
+    """Add the words of each plane to totals, float32, times a weight if there is one."""
     sums = ()
     for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-        if scales is not None:
-            elements = restore_words(words[plane], scales[plane], c)
-        else:
-            elements = elements_of(words[plane], dtype).to(tl.float32)
+        elements = elements_of(words[plane], dtype).to(tl.float32)
         if weight is not None:
             elements *= weight
         sums += (totals[plane] + elements,)
@@ -134,6 +119,7 @@ def receive_combine_lines_kernel(
     line = part * c.RETURN_PLANE + lane
     is_line = both((lane < c.RETURN_PLANE) & (line < c.SUM_SCALE_LINES), is_awaited)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    words_dtype: tl.constexpr = tl.float32 if c.SUM_BLOCK > 0 else dtype
     EACH: tl.constexpr = 4 if c.SUM_BLOCK > 0 else 32 // dtype.primitive_bitwidth
     is_token = token < num_tokens
     out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
@@ -177,20 +163,23 @@ def receive_combine_lines_kernel(
             sums = buffer_address + c.SUM_LINES_AT + first * (c.SUM_LINES * LINE_BYTES)
             is_part = both(is_line, sent[each] != 0)
             word0, word1, word2, flags = load_lines(sums, line, is_part)  # pyright: ignore[reportGeneralTypeIssues]
-            is_late, scales = flags != epoch, None
+            is_late = flags != epoch
             if c.SUM_BLOCK > 0:
-                scale_line = c.SUM_SCALE_LINES + line // SCALED_WORDS
+                scale_line = c.SUM_SCALE_LINES + line // sum_codes.SCALED_WORDS
                 scale0, scale1, scale2, flags = load_lines(sums, scale_line, is_part)  # pyright: ignore[reportGeneralTypeIssues]
-                is_late, scales = is_late | (flags != epoch), (scale0, scale1, scale2)
+                is_late |= flags != epoch
+                word0 = sum_codes.restore_words(word0, scale0, c)
+                word1 = sum_codes.restore_words(word1, scale1, c)
+                word2 = sum_codes.restore_words(word2, scale2, c)
             # A rank that refuses sends nothing. Of all others each row is awaited: the next batch
             # may write another rank's to the same position.
             is_absent = is_part & (code == 0) & is_late
             absent |= tl.where(is_absent, 1 << owner, 0)
             words = (word0, word1, word2)
             if weights_ptr is None:
-                totals = _added(totals, words, scales, None, dtype, c)  # pyright: ignore[reportArgumentType]
+                totals = _added(totals, words, None, words_dtype)  # pyright: ignore[reportArgumentType]
             else:
-                totals = _added(totals, words, scales, weights[each], dtype, c)  # pyright: ignore[reportArgumentType]
+                totals = _added(totals, words, weights[each], words_dtype)  # pyright: ignore[reportArgumentType]
         missing = tl.where(is_overwritten, 0, missing | absent)
         any_code = tl.where(is_overwritten, FAULT_HANDLE, any_code)
         looks = end_look(looks, missing, aborted, _THREADS)

@@ -14,7 +14,7 @@ from epcomm.records import RowsDispatchOutput
 from epcomm.runners.base import ExpertRunner, size_reasons
 from epcomm.spec import Availability
 from epcomm.types import Int8Profile, Layout, WireFormat
-from epcomm.weights.quantized import EightBitWeights
+from epcomm.weights.quantized import QuantizedWeights
 from epcomm.weights.unquantized import ExpertTensors
 
 
@@ -55,7 +55,7 @@ class GpuSlotsRunner(ExpertRunner):
 
 
 def first_product(
-    dispatched: RowsDispatchOutput, weights: EightBitWeights, profile: Int8Profile
+    dispatched: RowsDispatchOutput, weights: QuantizedWeights, profile: Int8Profile
 ) -> Product:
     """Return rows and gate_up matrices; unquantised rows are quantised here."""
     rows, index = dispatched.hidden_states, dispatched.index
@@ -75,7 +75,7 @@ def first_product(
 
 
 def second_product(
-    first: Product, codes: Tensor, scales: Tensor, weights: EightBitWeights
+    first: Product, codes: Tensor, scales: Tensor, weights: QuantizedWeights
 ) -> Product:
     """Return hidden rows, one for each slot of the first product, and down matrices."""
     return Product(

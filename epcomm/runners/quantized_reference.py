@@ -28,7 +28,7 @@ from epcomm.runners.base import (
     slot_weights_to_apply,
 )
 from epcomm.types import Int8Profile, Layout, RowReading, WireTensor
-from epcomm.weights.quantized import EightBitWeights, Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights, QuantizedWeights
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
 
 
@@ -48,7 +48,7 @@ class QuantizedReferenceRunner(ExpertRunner):
         return row_major_readings(cls.wire_dtypes | {weights.wire_format.dtype}, None)
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
-        assert isinstance(weights, EightBitWeights), "supports() said so"
+        assert isinstance(weights, QuantizedWeights), "supports() said so"
         slot_weights = slot_weights_to_apply(dispatched, self.name)
         return compute_experts(
             dispatched.hidden_states,
@@ -78,7 +78,7 @@ class QuantizedBlocksRunner(QuantizedReferenceRunner):
 
     @classmethod
     def batch_invariance(cls, weights: ExpertTensors, machine: Machine) -> BatchInvariance:
-        assert isinstance(weights, EightBitWeights), "supports() said so"
+        assert isinstance(weights, QuantizedWeights), "supports() said so"
         sizes, threads = (weights.hidden_size, weights.intermediate_size), torch.get_num_threads()
         return BatchInvariance.of_cpu(
             _treats_rows_alike(type(weights), *sizes, weights.format, threads)
@@ -88,7 +88,7 @@ class QuantizedBlocksRunner(QuantizedReferenceRunner):
 # Cached, because plans of many layers ask.
 @lru_cache(maxsize=256)
 def _treats_rows_alike(
-    kind: type[EightBitWeights],
+    kind: type[QuantizedWeights],
     hidden_size: int,
     intermediate_size: int,
     expert_format: ExpertFormat,
@@ -119,7 +119,7 @@ def _treats_rows_alike(
 def compute_experts(
     rows: WireTensor,
     index: SlotIndex,
-    weights: EightBitWeights,
+    weights: QuantizedWeights,
     profile: Int8Profile = Int8Profile.RINT127,
     slot_weights: Tensor | None = None,
     block_rows: int | None = None,
@@ -159,7 +159,7 @@ def _gather_any(rows: Tensor, index: SlotIndex) -> Tensor:
 
 def _run_expert(
     rows: WireTensor,
-    weights: EightBitWeights,
+    weights: QuantizedWeights,
     expert: int,
     profile: Int8Profile,
     block_rows: int | None,
@@ -198,7 +198,7 @@ def _padded(rows: WireTensor, num_rows: int) -> WireTensor:
     return replace(rows, data=codes.view(rows.data.dtype), scales=scales.view(rows.scales.dtype))
 
 
-def _multiplier_of(weights: EightBitWeights) -> Callable[[WireTensor, str], Tensor]:
+def _multiplier_of(weights: QuantizedWeights) -> Callable[[WireTensor, str], Tensor]:
     """Return a function of rows and the name of a matrix of one expert: their product."""
     if isinstance(weights, Fp8BlockWeights):
         matrices = weights.dequantized()

@@ -34,7 +34,7 @@ _PLAIN = ExpertFormat()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class EightBitWeights(ExpertTensors):
+class QuantizedWeights(ExpertTensors):
     """The matrices of E experts in eight bits.
 
     gate_up_proj: [E, 2I, H].   down_proj: [E, H, I].   Scales: see the subclasses.
@@ -162,7 +162,7 @@ class EightBitWeights(ExpertTensors):
         """Return the dequantised matrices, in float32."""
 
 
-class Fp8BlockWeights(EightBitWeights):
+class Fp8BlockWeights(QuantizedWeights):
     """The experts as float8_e4m3fn codes; a scale for each 128 x 128 block multiplies its codes.
 
     gate_up_scale: [E, ceil(2I / 128), ceil(H / 128)].   down_scale: [E, ceil(H / 128),
@@ -199,7 +199,7 @@ class Fp8BlockWeights(EightBitWeights):
         return codes.float() * _spread(scales, codes)
 
 
-class Int8ChannelWeights(EightBitWeights):
+class Int8ChannelWeights(QuantizedWeights):
     """The experts as int8 codes, symmetric; a scale for each output channel multiplies its codes.
 
     gate_up_scale: [E, 2I].   down_scale: [E, H].   Both float32.

@@ -25,7 +25,7 @@ from epcomm.runners.quantized_reference import QuantizedBlocksRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, make_weights, random_ids
 from epcomm.types import Layout
-from epcomm.weights.quantized import EightBitWeights, Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights, QuantizedWeights
 from epcomm.weights.unquantized import ExpertTensors
 from tests.runners.batch_invariance import check_batch_invariance, check_close, without_gradients
 
@@ -68,7 +68,7 @@ def test_rows_of_a_cpu_have_the_same_bits_in_every_batch(
 @pytest.mark.parametrize("are_quantized", [True, False])
 @pytest.mark.parametrize("kind", [Fp8BlockWeights, Int8ChannelWeights])
 def test_quantised_rows_of_a_cpu_have_the_same_bits_in_every_batch(
-    kind: type[EightBitWeights], are_quantized: bool
+    kind: type[QuantizedWeights], are_quantized: bool
 ) -> None:
     unquantized = experts(torch.bfloat16, 256, 128)
     weights = kind.from_unquantized(unquantized)

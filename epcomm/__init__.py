@@ -41,7 +41,13 @@ from epcomm.spec import MoESpec
 from epcomm.stats import EPStats
 from epcomm.training.idle import idle_step
 from epcomm.types import Int8Profile, ScaleDtype, WireDtype, WireFormat, WireTensor
-from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.quantized import (
+    Fp8BlockWeights,
+    Int8ChannelWeights,
+    Mxfp4Weights,
+    Mxfp8Weights,
+    Nvfp4Weights,
+)
 from epcomm.weights.unquantized import Activation, ExpertFormat, ExpertWeights
 
 __all__ = [
@@ -74,6 +80,9 @@ __all__ = [
     "Metric",
     "MoESpec",
     "Mode",
+    "Mxfp4Weights",
+    "Mxfp8Weights",
+    "Nvfp4Weights",
     "Pending",
     "RoutingSpec",
     "RowsCombineInput",

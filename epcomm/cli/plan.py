@@ -19,7 +19,7 @@ from epcomm.planning.plan import plan
 from epcomm.platforms.assumed import DEEP_EP_OF_BACKEND, DEVICES, AssumedMachine
 from epcomm.spec import HostLayout, MoESpec
 from epcomm.types import MAX_RANKS, MAX_SIZE, WireDtype, is_size
-from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.quantized import QUANTIZED_KINDS
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 # The exit code if no backend serves a valid layer.
@@ -34,7 +34,6 @@ _DTYPES = {
 }
 # Elements of a matrix [H, I]: gate and up as float64 are below 2**63 bytes, the limit of torch.
 _MAX_ELEMENTS = 2**58
-_QUANTIZED = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,8 @@ class LayerOptions:
     ] = None
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64.")] = None
     experts: Annotated[
-        str | None, typer.Option(help="fp8, int8, or unquantised: what --dtype is.")
+        str | None,
+        typer.Option(help=f"{', '.join(QUANTIZED_KINDS)}, or unquantised: what --dtype is."),
     ] = None
     model: Annotated[
         Path | None,
@@ -239,11 +239,11 @@ def _weights_of(
     spec: MoESpec, intermediate_size: int | None, kind: str | None
 ) -> ExpertTensors | None:
     """Return one gated expert on the meta device; None if its size is unknown."""
-    if kind is not None and kind not in _QUANTIZED and _DTYPES.get(kind) is not spec.dtype:
+    if kind is not None and kind not in QUANTIZED_KINDS and _DTYPES.get(kind) is not spec.dtype:
         own = WireDtype.from_torch(spec.dtype).value
         raise ConfigError(
             f"epcomm plan: experts is {shown(kind)}, expected {own}, as the hidden states are, or "
-            f"one of {sorted(_QUANTIZED)}"
+            f"one of {sorted(QUANTIZED_KINDS)}"
         )
     if intermediate_size is None:
         if kind is not None:
@@ -267,4 +267,5 @@ def _weights_of(
     )
     down = torch.empty(1, spec.hidden_size, intermediate_size, dtype=spec.dtype, device="meta")
     plain = ExpertWeights(gate_up_proj=gate_up, down_proj=down)
-    return _QUANTIZED[kind].from_unquantized(plain) if kind in _QUANTIZED else plain
+    quantized = QUANTIZED_KINDS.get(kind or "")
+    return plain if quantized is None else quantized.from_unquantized(plain)

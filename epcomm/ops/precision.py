@@ -60,7 +60,7 @@ def cast_experts(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
 
 
 def check_cast(weights: ExpertTensors, convert: Callable[[Tensor], Tensor], where: str) -> None:
-    """Refuse to cast codes and scales of eight-bit experts, as module.to() would.
+    """Refuse to cast codes and scales of quantised experts, as module.to() would.
 
     convert: the function that nn.Module._apply() gets.   where: `rank 3 of 8`, for the message.
 
@@ -73,6 +73,6 @@ def check_cast(weights: ExpertTensors, convert: Callable[[Tensor], Tensor], wher
         if came is not tensor.dtype:
             raise ConfigError(
                 f"ExpertParallelExperts: {name} is {tensor.dtype} and would become {came} "
-                f"({where}), but codes and scales of eight-bit experts keep their dtypes; cast the "
+                f"({where}), but codes and scales of quantised experts keep their dtypes; cast the "
                 "other modules of the model alone, or cast it before its experts are quantised"
             )

@@ -119,7 +119,7 @@ def _wire_format(dtype: WireDtype, hidden_format: WireFormat, wanted: WireFormat
         return wanted
     if dtype.is_quantized:
         return WireFormat(dtype=dtype)
-    # Experts in eight bits return one dtype; _hidden_format() has followed any other choice.
+    # Quantised experts return one dtype; _hidden_format() has followed any other choice.
     if dtype is not hidden_format.dtype:
         raise ConfigError(
             f"plan: dispatch_dtype is {dtype.value}, but the hidden states are {hidden_format}; "

@@ -8,7 +8,7 @@ from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode
 from epcomm.errors import grouped
-from epcomm.registry import backend_class, fused_class
+from epcomm.registry import backend_class, fused_class, runner_class
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import ROW_MAJOR, Int8Profile, ScaleLayout, WeightsAppliedBy
 
@@ -221,7 +221,8 @@ class EPPlan:
         if self.decode is None:
             lines.append(f"no decode: {self.decode_lacks}")
         if self.runner is not None:
-            lines.append(f"runner {self.runner}")
+            note = runner_class(self.runner).note
+            lines.append(f"runner {self.runner}{note and f': {note}'}")
         if self.rests_on:
             lines.append(f"the same bits for any number of ranks rest on {self.rests_on}")
         if self.prefill.mode is Mode.FUSEEP:

@@ -17,6 +17,7 @@ from epcomm.quantization.convert import (
 from epcomm.quantization.floats import (
     FP8_FLOAT32_SCALES,
     FP8_POWER_OF_TWO_SCALES,
+    join_scales,
     split_scales,
 )
 from epcomm.quantization.int8 import INT8_PER_TOKEN
@@ -54,6 +55,7 @@ __all__ = [
     "check_scales",
     "dequantize",
     "dequantizer_for",
+    "join_scales",
     "quantize",
     "quantizer_for",
     "row_major",

@@ -129,6 +129,17 @@ def split_scales(wire: WireTensor) -> tuple[Tensor | None, Tensor]:
     return of_rows, scales[..., ROW_SCALE_BYTES:end]
 
 
+def join_scales(block_scales: Tensor, row_scales: Tensor) -> Tensor:
+    """Return the scales of rows in nvfp4 from both levels, the inverse of split_scales().
+
+    block_scales: [..., R, num_blocks], float8_e4m3fn.   row_scales: float32, broadcast to
+        [..., R, 1], such as one scale for a matrix.
+    """
+    of_rows = row_scales.expand(*block_scales.shape[:-1], 1).contiguous()
+    joined = torch.cat([of_rows.view(torch.uint8), block_scales.view(torch.uint8)], dim=-1)
+    return F.pad(joined, (0, -joined.shape[-1] % ROW_SCALE_BYTES)).view(block_scales.dtype)
+
+
 def _in_blocks(elements: Tensor, wire_format: WireFormat) -> Tensor:
     """View [..., H] as blocks [..., S, block], with the last block padded with zeros."""
     hidden_size = elements.shape[-1]

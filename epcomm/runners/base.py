@@ -87,12 +87,14 @@ class ExpertRunner(ABC):
     expert_alignment: the slots of an expert must start at a multiple of this; in MASKED this makes
         the capacity of an expert a multiple of it.
     int8_profiles: arithmetics that the runner has between the products of INT8 experts.
+    note: what explain() says about the runner beside its name; empty for nothing.
     is_for_sum_groups: without EPConfig.sum_groups a plan takes the runner by name alone.
     has_gradients: results are differentiable; else run() refuses rows and experts that need it,
         and records that its kernels would misread.
     """
 
     name: ClassVar[str]
+    note: ClassVar[str] = ""
     kinds: ClassVar[tuple[type[ExpertTensors], ...]]
     layouts: ClassVar[frozenset[Layout]]
     wire_dtypes: ClassVar[frozenset[WireDtype]] = QUANTIZABLE_DTYPES

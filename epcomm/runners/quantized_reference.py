@@ -1,8 +1,9 @@
-"""Compute eight-bit experts in plain torch: it defines the arithmetic, step by step.
+"""Compute quantised experts in plain torch: it defines the arithmetic, step by step.
 
-FP8: rows and matrices are dequantised to float32 and multiplied there. INT8: the integer products
-are exact, then scaled once by row and channel. Between the two products the activations are
-quantised again, to the format of the rows; router weights multiply the results in float32.
+FP8, MX and NVFP4: rows and matrices are dequantised to float32 and multiplied there. INT8: the
+integer products are exact, then scaled once by row and channel. Between the two products the
+activations are quantised again, to the format of the rows; router weights multiply the results in
+float32.
 """
 
 from __future__ import annotations
@@ -27,16 +28,26 @@ from epcomm.runners.base import (
     row_major_readings,
     slot_weights_to_apply,
 )
-from epcomm.types import Int8Profile, Layout, RowReading, WireTensor
-from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights, QuantizedWeights
+from epcomm.types import Int8Profile, Layout, RowReading, WireDtype, WireTensor
+from epcomm.weights.quantized import (
+    BlockFormatWeights,
+    Fp8BlockWeights,
+    Int8ChannelWeights,
+    QuantizedWeights,
+)
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
 
 
 class QuantizedReferenceRunner(ExpertRunner):
-    """Runs FP8 and INT8 experts in plain torch, one expert after another. No gradients."""
+    """Runs quantised experts in plain torch, one expert after another. No gradients."""
 
     name: ClassVar[str] = "quantized_reference"
-    kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Fp8BlockWeights, Int8ChannelWeights)
+    note: ClassVar[str] = "plain torch, which dequantises rows and matrices unless they are INT8"
+    kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (
+        Fp8BlockWeights,
+        Int8ChannelWeights,
+        BlockFormatWeights,
+    )
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset(Int8Profile)
     # Rows of every product; None: all rows of an expert.
@@ -45,7 +56,11 @@ class QuantizedReferenceRunner(ExpertRunner):
     @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
         # Dequantising reads FP8 rows with any known scales, whatever scales the matrices have.
-        return row_major_readings(cls.wire_dtypes | {weights.wire_format.dtype}, None)
+        dtypes = cls.wire_dtypes | {weights.wire_format.dtype}
+        if isinstance(weights, BlockFormatWeights):
+            # Rows and matrices may differ, as mxfp8 rows and mxfp4 matrices do on some GPUs.
+            dtypes = frozenset(WireDtype) - {WireDtype.FP64, WireDtype.INT8}
+        return row_major_readings(dtypes, None)
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, QuantizedWeights), "supports() said so"
@@ -200,10 +215,10 @@ def _padded(rows: WireTensor, num_rows: int) -> WireTensor:
 
 def _multiplier_of(weights: QuantizedWeights) -> Callable[[WireTensor, str], Tensor]:
     """Return a function of rows and the name of a matrix of one expert: their product."""
-    if isinstance(weights, Fp8BlockWeights):
-        matrices = weights.dequantized()
-        return lambda rows, name: dequantize(rows, torch.float32) @ matrices[f"{name}_proj"][0].T
-    return partial(_multiply_int8, weights.tensors())
+    if isinstance(weights, Int8ChannelWeights):
+        return partial(_multiply_int8, weights.tensors())
+    matrices = weights.dequantized()
+    return lambda rows, name: dequantize(rows, torch.float32) @ matrices[f"{name}_proj"][0].T
 
 
 def _multiply_int8(tensors: Mapping[str, Tensor], rows: WireTensor, name: str) -> Tensor:

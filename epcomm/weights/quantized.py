@@ -1,8 +1,11 @@
-"""Expert weights in eight bits: FP8 in blocks (DeepSeek checkpoints), INT8 per channel (W8A8)."""
+"""Quantised expert weights: FP8 in blocks (DeepSeek), INT8 per channel (W8A8), MX and NVFP4."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from functools import cached_property
+from types import MappingProxyType
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
     FP8_POWER_OF_TWO_SCALES,
     INT8_PER_TOKEN,
+    dequantize,
     quantize,
 )
 from epcomm.quantization.floats import E4M3_MAX, power_of_two_exponents
@@ -22,6 +26,7 @@ from epcomm.types import (
     ScaleDtype,
     WireDtype,
     WireFormat,
+    WireTensor,
     enum_member,
 )
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
@@ -35,13 +40,15 @@ _PLAIN = ExpertFormat()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedWeights(ExpertTensors):
-    """The matrices of E experts in eight bits.
+    """The matrices of E experts in eight or four bits.
 
     gate_up_proj: [E, 2I, H].   down_proj: [E, H, I].   Scales: see the subclasses.
+    In four bits uint8, two elements in a byte: [E, 2I, H / 2] and [E, H, I / 2].
 
     All tensors are contiguous and on one device, because kernels take pointers. H and I are at
     least 1.
     hidden_dtype: of the hidden states that the experts take and return.
+    has_scale_dtypes: from_unquantized() makes scales of several dtypes.
     """
 
     gate_up_proj: Tensor
@@ -50,6 +57,7 @@ class QuantizedWeights(ExpertTensors):
     down_scale: Tensor
     hidden_dtype: torch.dtype = torch.bfloat16
     format: ExpertFormat = _PLAIN
+    has_scale_dtypes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
@@ -60,10 +68,11 @@ class QuantizedWeights(ExpertTensors):
         if WireDtype.from_torch(self.hidden_dtype) not in QUANTIZABLE_DTYPES:
             raise ConfigError(
                 f"{kind}: hidden_dtype is {self.hidden_dtype}, expected bfloat16, float16 or "
-                "float32, in which eight-bit experts compute; cast the experts first"
+                "float32, in which quantised experts compute; cast the experts first"
             )
-        code_dtype = self.wire_format.dtype.torch_dtype
-        scale_dtype = self.wire_format.scale_dtype
+        wire = self.wire_format
+        code_dtype = torch.uint8 if wire.dtype.per_item > 1 else wire.dtype.torch_dtype
+        scale_dtype = wire.scale_dtype
         shapes = self._expected_shapes()
         for name, tensor in self.tensors().items():
             dtype = scale_dtype if name.endswith("scale") else code_dtype
@@ -88,20 +97,26 @@ class QuantizedWeights(ExpertTensors):
     def dtype(self) -> torch.dtype:
         return self.hidden_dtype
 
+    @cached_property
+    def intermediate_size(self) -> int:
+        return self.down_proj.shape[2] * self.wire_format.dtype.per_item
+
     def _expected_shapes(self) -> dict[str, list[int]]:
         if self.gate_up_proj.dim() != 3 or self.down_proj.dim() != 3:
             raise ShapeError(
                 f"{type(self).__name__}: gate_up_proj is {list(self.gate_up_proj.shape)} and "
                 f"down_proj {list(self.down_proj.shape)}, expected [E, 2I, H] and [E, H, I]"
             )
-        experts, hidden, inner = self.down_proj.shape
-        if hidden < 1 or inner < 1:
+        experts, hidden, inner = self.num_experts, self.hidden_size, self.intermediate_size
+        per_item = self.wire_format.dtype.per_item
+        if hidden < 1 or inner < 1 or hidden % per_item:
             raise ShapeError(
                 f"{type(self).__name__}: down_proj is {list(self.down_proj.shape)}, expected "
-                "[E, H, I] with H and I of at least 1; leave such experts out"
+                f"[E, H, I] with H and I of at least 1, and H a multiple of {per_item}; leave such "
+                "experts out"
             )
-        matrices = {"gate_up": [experts, 2 * inner, hidden], "down": [experts, hidden, inner]}
-        shapes = {f"{name}_proj": shape for name, shape in matrices.items()}
+        matrices = {"gate_up": (experts, 2 * inner, hidden), "down": (experts, hidden, inner)}
+        shapes = {f"{name}_proj": [e, n, k // per_item] for name, (e, n, k) in matrices.items()}
         return shapes | {f"{name}_scale": self._scale_shape(*s) for name, s in matrices.items()}
 
     @classmethod
@@ -114,7 +129,8 @@ class QuantizedWeights(ExpertTensors):
 
         Args:
             weights: the experts, with any strides.
-            scales: of the result. With powers of two, the largest code may be half as large.
+            scales: of Fp8BlockWeights; leave them out for others. With powers of two, the largest
+                code may be half as large.
 
         Raises:
             ConfigError: biases, another format than swiglu with [E, out, in] matrices, or scales
@@ -128,6 +144,11 @@ class QuantizedWeights(ExpertTensors):
                 f"expected {_PLAIN} without biases; leave such experts unquantised"
             )
         chosen = enum_member(f"{cls.__name__}.from_unquantized: scales", ScaleDtype, scales)
+        if chosen is not ScaleDtype.FLOAT32 and not cls.has_scale_dtypes:
+            raise ConfigError(
+                f"{cls.__name__}.from_unquantized: scales is {chosen.value}, which only "
+                "Fp8BlockWeights have; leave it out"
+            )
         gate_up, gate_up_scale = cls._quantize(weights.gate_up_proj.detach(), chosen)
         down, down_scale = cls._quantize(weights.down_proj.detach(), chosen)
         # Elementwise results have the strides of their input.
@@ -146,19 +167,19 @@ class QuantizedWeights(ExpertTensors):
             "down_proj": self._dequantize(self.down_proj, self.down_scale),
         }
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
+    def _scale_shape(cls, num_experts: int, num_rows: int, num_columns: int) -> list[int]:
         """Return the shape of the scales of [E, N, K]."""
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def _quantize(matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
+    def _quantize(cls, matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
         """Quantise [E, N, K] to codes and scales."""
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    def _dequantize(cls, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the dequantised matrices, in float32."""
 
 
@@ -172,17 +193,19 @@ class Fp8BlockWeights(QuantizedWeights):
     `scale.to(torch.float8_e8m0fnu)`.
     """
 
+    has_scale_dtypes: ClassVar[bool] = True
+
     @property
     def wire_format(self) -> WireFormat:
         is_power_of_two = self.gate_up_scale.dtype == torch.float8_e8m0fnu
         return FP8_POWER_OF_TWO_SCALES if is_power_of_two else FP8_FLOAT32_SCALES
 
-    @staticmethod
-    def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
+    @classmethod
+    def _scale_shape(cls, num_experts: int, num_rows: int, num_columns: int) -> list[int]:
         return [num_experts, -(-num_rows // BLOCK), -(-num_columns // BLOCK)]
 
-    @staticmethod
-    def _quantize(matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def _quantize(cls, matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
         num_rows, num_columns = matrices.shape[1:]
         padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
         padded = torch.nn.functional.pad(matrices.float(), padding)
@@ -194,8 +217,8 @@ class Fp8BlockWeights(QuantizedWeights):
         scaled = matrices.float() / _spread(found, matrices)
         return scaled.to(torch.float8_e4m3fn), found.to(scales.torch_dtype)
 
-    @staticmethod
-    def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    @classmethod
+    def _dequantize(cls, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float() * _spread(scales, codes)
 
 
@@ -209,26 +232,88 @@ class Int8ChannelWeights(QuantizedWeights):
     def wire_format(self) -> WireFormat:
         return INT8_PER_TOKEN
 
-    @staticmethod
-    def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
+    @classmethod
+    def _scale_shape(cls, num_experts: int, num_rows: int, num_columns: int) -> list[int]:
         return [num_experts, num_rows]
 
-    @staticmethod
-    def _quantize(matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
-        if scales is not ScaleDtype.FLOAT32:
-            raise ConfigError(
-                f"Int8ChannelWeights.from_unquantized: scales is {scales.value}, expected "
-                f"{ScaleDtype.FLOAT32.value}; for power-of-two scales take Fp8BlockWeights"
-            )
+    @classmethod
+    def _quantize(cls, matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
         # This profile has no scale of 0.
         profile = Int8Profile.RINT127EPS
         wire = quantize(matrices.float(), INT8_PER_TOKEN, profile=profile)
         assert wire.scales is not None, "quantised formats have scales"
         return wire.data, wire.scales.squeeze(-1)
 
-    @staticmethod
-    def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    @classmethod
+    def _dequantize(cls, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float() * scales.unsqueeze(2)
+
+
+class BlockFormatWeights(QuantizedWeights):
+    """The experts in a format of rows on the wire: each row of a matrix is a row in this format.
+
+    gate_up_scale: [E, 2I, num_scales of H].   down_scale: [E, H, num_scales of I]. See WireFormat.
+
+    block_format: the format.
+    """
+
+    block_format: ClassVar[WireFormat]
+
+    @property
+    def wire_format(self) -> WireFormat:
+        return self.block_format
+
+    @classmethod
+    def _scale_shape(cls, num_experts: int, num_rows: int, num_columns: int) -> list[int]:
+        return [num_experts, num_rows, cls.block_format.num_scales(num_columns)]
+
+    @classmethod
+    def _quantize(cls, matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
+        wire = quantize(matrices.float(), cls.block_format)
+        assert wire.scales is not None, "quantised formats have scales"
+        # torch neither indexes nor compares 4-bit floats.
+        is_packed = cls.block_format.dtype.per_item > 1
+        return wire.data.view(torch.uint8) if is_packed else wire.data, wire.scales
+
+    @classmethod
+    def _dequantize(cls, codes: Tensor, scales: Tensor) -> Tensor:
+        data = codes.view(cls.block_format.dtype.torch_dtype)
+        wire = WireTensor(data=data, format=cls.block_format, scales=scales)
+        return dequantize(wire, torch.float32)
+
+
+class Mxfp8Weights(BlockFormatWeights):
+    """The experts in mxfp8: float8_e4m3fn, one float8_e8m0fnu scale for 32 elements of a row."""
+
+    block_format: ClassVar[WireFormat] = WireFormat(dtype=WireDtype.MXFP8)
+
+
+class Mxfp4Weights(BlockFormatWeights):
+    """The experts in mxfp4: E2M1 in uint8, one float8_e8m0fnu scale for 32 elements of a row."""
+
+    block_format: ClassVar[WireFormat] = WireFormat(dtype=WireDtype.MXFP4)
+
+
+class Nvfp4Weights(BlockFormatWeights):
+    """The experts in nvfp4: E2M1 in uint8, one float8_e4m3fn scale for 16 elements of a row.
+
+    The scales of a row begin with its float32 scale: join_scales() of epcomm.quantization makes
+    them of a checkpoint that has one such scale for a matrix.
+    """
+
+    block_format: ClassVar[WireFormat] = WireFormat(dtype=WireDtype.NVFP4)
+
+
+# By the names that commands give them.
+QUANTIZED_KINDS: Mapping[str, type[QuantizedWeights]] = MappingProxyType(
+    {
+        "fp8": Fp8BlockWeights,
+        "int8": Int8ChannelWeights,
+        "mxfp8": Mxfp8Weights,
+        "mxfp4": Mxfp4Weights,
+        "nvfp4": Nvfp4Weights,
+    }
+)
 
 
 def _scale_of(amax: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from epcomm import EPConfig, EPGroup, ExpertParallelExperts, ExpertWeights, TopKOutput
+from epcomm.weights.unquantized import ExpertTensors
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 16, 8, 2
 
@@ -29,7 +30,10 @@ class OverRanks(nn.Module):
     """A linear layer and experts of a group; forward returns a loss."""
 
     def __init__(
-        self, group: EPGroup, weights: ExpertWeights | None = None, config: EPConfig | None = None
+        self,
+        group: EPGroup,
+        weights: ExpertTensors | None = None,
+        config: EPConfig | None = None,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A float64 model of 8-bit experts that shares only the stored codes with the library.
+"""A float64 model of quantised experts that shares only the stored codes with the library.
 
 The library computes in float32, and rounds the same numbers to codes as the model, or the next code
 where a number is within float32 rounding of the middle between two. The error is bounded from step
@@ -7,22 +7,25 @@ activations, and hardly anything elsewhere.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from epcomm.testing.data import RankBatch
-from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.quantized import QuantizedWeights
 
-KINDS = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 # Variants that round differently: scales that are powers of two, and halves that are rounded up.
 POWERS_OF_TWO, HALVES_UP = "fp8 by powers of two", "int8 halves up"
 # INT8 of A2 and A3: scales and results of the second product in bfloat16, or those of both products
 # and of the activation between them.
 OF_ASCEND, OF_BFLOAT16 = "int8 of Ascend", "int8 of bfloat16"
 _BFLOAT16_SCALES = {OF_ASCEND: ("down_scale",), OF_BFLOAT16: ("gate_up_scale", "down_scale")}
-# The largest relative step between adjacent e4m3 numbers.
-_LARGEST_FP8_STEP = 32.0
+# The numbers of e4m3, of which code 127 is NaN, and those of e2m1, in the order of their codes.
+_E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+# Elements that share a scale; in INT8 those of a row.
+_WIDTHS = {"fp8": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 # Half a unit in the last place of float32: the relative error of one operation.
 _ROUNDING = 2.0**-24
 # A scale has one or two operations on a largest magnitude, and a code has one more.
@@ -62,24 +65,25 @@ def assert_within(actual: Tensor, expected: Bounded, *, extra: float = 0.0) -> N
     )
 
 
-def nearest_fp8(values: Tensor) -> Tensor:
-    """Return the nearest e4m3 numbers, ties to even, by a search over all of them."""
-    codes = torch.arange(127, dtype=torch.uint8)  # 127 is NaN
-    numbers = codes.view(torch.float8_e4m3fn).double()
+def nearest(values: Tensor, numbers: Tensor) -> Tensor:
+    """Return the nearest of numbers with codes 0 to N - 1, ties to even, by a search over all."""
     distance = (values.abs().unsqueeze(-1) - numbers).abs()
     best = distance.min(dim=-1, keepdim=True).values
     # Even codes come first, because the even one of two equally near codes is chosen.
     is_best = distance == best
-    order = torch.cat([torch.arange(0, 127, 2), torch.arange(1, 127, 2)])
+    order = torch.cat([torch.arange(0, len(numbers), 2), torch.arange(1, len(numbers), 2)])
     place = order[is_best[..., order].int().argmax(dim=-1)]
     return numbers[place] * values.sign()
 
 
 def rounded(x: Bounded, rounding: str) -> Bounded:
     """Return rows [N, H] as they are on the wire."""
-    width = x.values.shape[1] if rounding.startswith("int8") else 128
+    width = _WIDTHS.get(rounding.split()[0], x.values.shape[1])
+    # The scale of each row, and its relative error.
+    amax, off = _amax_of(x)
+    row_scale = (amax / (448 * 6), off) if rounding == "nvfp4" else None
     blocks = [
-        _rounded_block(Bounded(values=values, error=error), rounding)
+        _rounded_block(Bounded(values=values, error=error), rounding, row_scale)
         for values, error in zip(
             x.values.split(width, dim=1), x.error.split(width, dim=1), strict=True
         )
@@ -90,30 +94,45 @@ def rounded(x: Bounded, rounding: str) -> Bounded:
     )
 
 
-def _rounded_block(x: Bounded, rounding: str) -> Bounded:
-    """Bound the library's values by the codes of both ends of the error; rounding is monotonic."""
-    is_int8 = rounding.startswith("int8")
+def _amax_of(x: Bounded, least: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the largest magnitude of each row, not 0, and the relative error of a scale of it."""
     low, found, high = (
         (x.values.abs() + sign * x.error).amax(dim=1, keepdim=True) for sign in (-1, 0, 1)
     )
-    amax = found if is_int8 else found.clamp(min=1e-4)
+    amax = found.clamp(min=least)
     amax = torch.where(amax > 0, amax, torch.ones_like(amax))
-    # Relative error of the library's scale.
-    off = torch.maximum(high - found, found - low) / amax + _SCALE_ROUNDINGS * _ROUNDING
+    return amax, torch.maximum(high - found, found - low) / amax + _SCALE_ROUNDINGS * _ROUNDING
+
+
+def _rounded_block(
+    x: Bounded, rounding: str, row_scale: tuple[Tensor, Tensor] | None = None
+) -> Bounded:
+    """Bound the library's values by the codes of both ends of the error; rounding is monotonic."""
+    is_int8, is_mx = rounding.startswith("int8"), rounding.startswith("mx")
+    amax, off = _amax_of(x, least=1e-4 if rounding.startswith("fp8") else 0.0)
     if is_int8:
         # The library quantises rows with the largest magnitude 127 exactly.
         off = torch.where((amax == 127) & (x.error.amax(dim=1, keepdim=True) == 0), 0.0, off)
-    scale, is_doubtful = amax / (127 if is_int8 else 448), torch.zeros_like(amax, dtype=torch.bool)
-    if rounding == POWERS_OF_TWO:
+    numbers = _E2M1 if rounding.endswith("fp4") else _E4M3
+    scale, is_doubtful = amax / (127 if is_int8 else numbers[-1]), amax < 0
+    if is_mx or rounding == POWERS_OF_TWO:
         # Near a power of two the library may choose the next scale, and then all codes differ.
         is_doubtful = _power_above(scale * (1 + off)) != _power_above(scale * (1 - off))
         scale, off = _power_above(scale), torch.zeros_like(off)
-    codes_of = {HALVES_UP: lambda numbers: (numbers + 0.5).floor()}
-    code_of = codes_of.get(rounding, torch.round if is_int8 else nearest_fp8)
-    numbers, reach = x.values / scale, (x.error + x.values.abs() * off) / scale
-    codes = code_of(numbers)
-    step = torch.maximum(code_of(numbers + reach) - codes, codes - code_of(numbers - reach))
-    step = torch.where(is_doubtful, 2 * _LARGEST_FP8_STEP + reach, step)
+    if row_scale is not None:
+        of_row, off_row = row_scale
+        of_block, off = scale / of_row, off + off_row
+        low, found, high = (
+            nearest((of_block * factor).clamp(2.0**-6, 448.0), _E4M3)
+            for factor in (1 - off, torch.ones_like(off), 1 + off)
+        )
+        scale, off, is_doubtful = found * of_row, off_row, low != high
+    codes_of = {HALVES_UP: lambda values: (values + 0.5).floor()}
+    code_of = codes_of.get(rounding, torch.round if is_int8 else partial(nearest, numbers=numbers))
+    scaled, reach = x.values / scale, (x.error + x.values.abs() * off) / scale
+    codes = code_of(scaled)
+    step = torch.maximum(code_of(scaled + reach) - codes, codes - code_of(scaled - reach))
+    step = torch.where(is_doubtful, 2 * (numbers[-1] - numbers[-2]) + reach, step)
     values = codes * scale
     return Bounded(values=values, error=step * scale * (1 + off) + values.abs() * off)
 
@@ -145,9 +164,7 @@ def stored(x: Bounded) -> Bounded:
     return Bounded(values=values, error=torch.maximum(high - values, values - low))
 
 
-def expert_model(
-    x: Tensor, weights: Fp8BlockWeights | Int8ChannelWeights, expert: int, rounding: str
-) -> Bounded:
+def expert_model(x: Tensor, weights: QuantizedWeights, expert: int, rounding: str) -> Bounded:
     """Return unweighted results [N, H] of one expert for float64 rows, which are quantised here."""
     names, tensors = _BFLOAT16_SCALES.get(rounding, ()), weights.tensors()
     scales = {name: tensors[name].bfloat16().float() for name in names}
@@ -173,9 +190,7 @@ def expert_model(
     return stored(result) if names else result
 
 
-def model(
-    batch: RankBatch, weights: Fp8BlockWeights | Int8ChannelWeights, rounding: str
-) -> Bounded:
+def model(batch: RankBatch, weights: QuantizedWeights, rounding: str) -> Bounded:
     """Return y [T, H] from the values that codes and scales represent."""
     return _sum(batch, weights, rounding, range(len(weights.down_proj)))
 
@@ -191,7 +206,7 @@ def without_halves(batch: RankBatch) -> RankBatch:
 
 def stored_model(
     batch: RankBatch,
-    weights: Int8ChannelWeights,
+    weights: QuantizedWeights,
     rounding: str,
     *,
     num_parts: int = 1,
@@ -213,7 +228,7 @@ def stored_model(
 
 def _sum(
     batch: RankBatch,
-    weights: Fp8BlockWeights | Int8ChannelWeights,
+    weights: QuantizedWeights,
     rounding: str,
     experts: range,
     by_runner: bool = False,

@@ -17,8 +17,6 @@ from epcomm import (
     EPTimeout,
     ExpertParallelExperts,
     ExpertPlacement,
-    Fp8BlockWeights,
-    Int8ChannelWeights,
     ShapeError,
 )
 from epcomm.collectives.base import Scalar
@@ -27,6 +25,7 @@ from epcomm.placement import moving, rebalancing
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
 from epcomm.training.gradients import sum_replica_gradients
+from epcomm.weights.quantized import QUANTIZED_KINDS, QuantizedWeights
 from tests.placement.layers import (
     Placed,
     any_placement,
@@ -69,10 +68,8 @@ def test_layer_computes_the_same_after_every_move(
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [Fp8BlockWeights, Int8ChannelWeights])
-def test_codes_and_scales_move_to_the_bit(
-    kind: type[Fp8BlockWeights] | type[Int8ChannelWeights], group: EPGroup
-) -> None:
+@pytest.mark.parametrize("kind", QUANTIZED_KINDS.values(), ids=QUANTIZED_KINDS)
+def test_codes_and_scales_move_to_the_bit(kind: type[QuantizedWeights], group: EPGroup) -> None:
     placed = placed_layer(group, config_of(None))
     quantized = kind.from_unquantized(placed.weights)
     layer = ExpertParallelExperts(quantized, group, config_of(2), top_k=placed.layer.top_k)

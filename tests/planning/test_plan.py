@@ -296,7 +296,7 @@ IMPOSSIBLE = [
         message="plan: hidden_size of the experts is 72, expected 64 as in MoESpec",
     ),
     Impossible(
-        id="another dispatch dtype than experts in eight bits return",
+        id="another dispatch dtype than quantised experts return",
         experts=int8_weights(),
         config=EPConfig(dispatch_dtype=WireDtype.FP32),
         message="plan: dispatch_dtype is fp32, but the hidden states are bf16; expected that, "
@@ -345,11 +345,11 @@ IMPOSSIBLE = [
         message="runner grouped_mm cannot compute these experts",
     ),
     Impossible(
-        id="a runner of eight-bit experts for others",
+        id="a runner of quantised experts for others",
         experts=weights(32),
         config=EPConfig(runner="quantized_reference"),
         error=BackendUnavailable,
-        message="computes Fp8BlockWeights, Int8ChannelWeights, not ExpertWeights",
+        message="Fp8BlockWeights, Int8ChannelWeights, BlockFormatWeights, not ExpertWeights",
     ),
 ]
 

@@ -25,7 +25,7 @@ from epcomm.runners.quantized_reference import QuantizedBlocksRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, make_weights, random_ids
 from epcomm.types import Layout
-from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights, QuantizedWeights
+from epcomm.weights.quantized import QUANTIZED_KINDS, Fp8BlockWeights, QuantizedWeights
 from epcomm.weights.unquantized import ExpertTensors
 from tests.runners.batch_invariance import check_batch_invariance, check_close, without_gradients
 
@@ -66,7 +66,7 @@ def test_rows_of_a_cpu_have_the_same_bits_in_every_batch(
 
 
 @pytest.mark.parametrize("are_quantized", [True, False])
-@pytest.mark.parametrize("kind", [Fp8BlockWeights, Int8ChannelWeights])
+@pytest.mark.parametrize("kind", QUANTIZED_KINDS.values(), ids=QUANTIZED_KINDS)
 def test_quantised_rows_of_a_cpu_have_the_same_bits_in_every_batch(
     kind: type[QuantizedWeights], are_quantized: bool
 ) -> None:
@@ -210,11 +210,14 @@ def test_sum_groups_take_a_runner_whose_rows_depend_on_no_others() -> None:
         plan(EPConfig(sum_groups=4, runner="grouped_mm"), SPEC, weights=of_plan())
 
 
-def test_eight_bit_experts_of_a_cpu_take_blocks() -> None:
-    weights = Fp8BlockWeights.from_unquantized(of_plan())
+@pytest.mark.parametrize("kind", QUANTIZED_KINDS.values(), ids=QUANTIZED_KINDS)
+def test_quantised_experts_of_a_cpu_take_blocks(kind: type[QuantizedWeights]) -> None:
+    weights = kind.from_unquantized(of_plan())
     spec = replace(SPEC, dtype=weights.dtype)
     assert plan(EPConfig(sum_groups=4), spec, weights=weights).runner == "quantized_blocks"
-    assert plan(EPConfig(), spec, weights=weights).runner == "quantized_reference"
+    chosen = plan(EPConfig(), spec, weights=weights)
+    assert "\nrunner quantized_reference: plain torch, which dequantises" in chosen.explain()
+    assert chosen.prefill.buffer_spec.dispatch_format == weights.wire_format
 
 
 def test_positions_that_matter_on_this_machine_are_a_reason(

@@ -21,6 +21,7 @@ from epcomm.sharding.shards import sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
+from epcomm.weights.quantized import QUANTIZED_KINDS, QuantizedWeights
 from tests.cases.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, expert_weights, tokens
 from tests.cases.shared_folder import shared_folder
 from tests.sharding.test_expert_tensor import OPTIMIZERS, backward
@@ -183,6 +184,26 @@ def test_layer_built_on_meta_is_filled_by(
         assert relative_error(loss, alone(tokens(group.rank))) <= FP32_TOLERANCE
         loss.backward()
         assert isinstance(model.experts.get_parameter("down_proj").grad, ExpertTensor)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", QUANTIZED_KINDS.values(), ids=QUANTIZED_KINDS)
+def test_quantised_experts_go_to_another_number_of_ranks(
+    kind: type[QuantizedWeights], group: EPGroup
+) -> None:
+    weights = kind.from_unquantized(expert_weights())
+    model = OverRanks(group, weights)
+    gathered = gather_state_dict(model, group)
+    groups = [dist.new_group([rank]) for rank in range(group.world_size)]
+    with shared_folder() as folder, EPGroup(groups[group.rank]) as alone:
+        save(model.state_dict(), checkpoint_id=folder)
+        other = OverRanks(alone, kind.from_unquantized(expert_weights()))
+        other.experts.weights.gate_up_proj.view(torch.uint8).zero_()
+        load(other.state_dict(), checkpoint_id=folder)
+        loaded = gather_state_dict(other, alone)
+    for name, tensor in weights.tensors().items():
+        for state in (gathered, loaded):
+            assert torch.equal(state[f"experts.{name}"].view(torch.uint8), tensor.view(torch.uint8))
 
 
 @pytest.mark.mpi_ranks(2)

@@ -12,11 +12,14 @@ from epcomm import (
     ExpertWeights,
     Fp8BlockWeights,
     Int8ChannelWeights,
+    Mxfp8Weights,
+    Nvfp4Weights,
     ScaleDtype,
     ShapeError,
 )
-from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, join_scales
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, make_weights, random_ids
+from epcomm.weights.quantized import QUANTIZED_KINDS, QuantizedWeights
 
 # I = 144 and H = 200: blocks of 128 that are not full.
 SPEC = BatchSpec(
@@ -25,8 +28,7 @@ SPEC = BatchSpec(
     tokens_of_rank=lambda rank, world_size: 1,
     choose_ids=random_ids,
 )
-KINDS = (Fp8BlockWeights, Int8ChannelWeights)
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+every_kind = pytest.mark.parametrize("kind", QUANTIZED_KINDS.values(), ids=QUANTIZED_KINDS)
 
 
 def plain() -> ExpertWeights:
@@ -39,7 +41,7 @@ def lying_transposed(tensor: Tensor) -> Tensor:
 
 
 Change = Callable[[Tensor], Tensor]
-BAD: list[tuple[type[Fp8BlockWeights | Int8ChannelWeights], str, Change, str]] = [
+BAD: list[tuple[type[QuantizedWeights], str, Change, str]] = [
     (
         Fp8BlockWeights,
         "gate_up_proj",
@@ -85,12 +87,26 @@ BAD: list[tuple[type[Fp8BlockWeights | Int8ChannelWeights], str, Change, str]] =
         lambda codes: codes[0],
         "is [288, 200] and down_proj [3, 200, 144], expected",
     ),
+    (
+        Mxfp8Weights,
+        "down_scale",
+        lambda scale: scale.view(torch.uint8),
+        "is torch.uint8 [3, 200, 5], expected torch.float8_e8m0fnu [3, 200, 5]",
+    ),
+    # Scales of blocks without the scale of the row, of which four bytes are padding and four it.
+    (
+        Nvfp4Weights,
+        "gate_up_scale",
+        lambda scale: scale[:, :, 4:17],
+        "is torch.float8_e4m3fn [3, 288, 13], expected torch.float8_e4m3fn [3, 288, 20] for "
+        "gate_up_proj in torch.uint8",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("kind", "name", "change", "message"), BAD)
 def test_tensor_that_does_not_fit_is_refused(
-    kind: type[Fp8BlockWeights | Int8ChannelWeights], name: str, change: Change, message: str
+    kind: type[QuantizedWeights], name: str, change: Change, message: str
 ) -> None:
     weights = kind.from_unquantized(plain())
     tensors = weights.tensors()
@@ -108,7 +124,7 @@ OTHERS = {"biases": make_weights(SPEC, 1, has_bias=True)} | {
 @every_kind
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_experts_of_another_format_are_not_quantised(
-    kind: type[Fp8BlockWeights | Int8ChannelWeights], other: ExpertWeights
+    kind: type[QuantizedWeights], other: ExpertWeights
 ) -> None:
     with pytest.raises(ConfigError, match="leave such experts unquantised"):
         kind.from_unquantized(other)
@@ -116,7 +132,7 @@ def test_experts_of_another_format_are_not_quantised(
 
 @every_kind
 def test_format_and_hidden_dtype_are_checked(
-    kind: type[Fp8BlockWeights | Int8ChannelWeights],
+    kind: type[QuantizedWeights],
 ) -> None:
     weights = kind.from_unquantized(plain())
     changes: list[dict[str, object]] = [
@@ -129,18 +145,17 @@ def test_format_and_hidden_dtype_are_checked(
 
 
 @every_kind
-def test_zeros_stay_zeros(kind: type[Fp8BlockWeights | Int8ChannelWeights]) -> None:
+def test_zeros_stay_zeros(kind: type[QuantizedWeights]) -> None:
     weights = plain()
     zeros = replace(weights, gate_up_proj=torch.zeros_like(weights.gate_up_proj))
     quantized = kind.from_unquantized(zeros)
-    assert torch.isfinite(quantized.gate_up_scale).all()
-    assert (quantized.gate_up_scale > 0).all()
-    assert not quantized.dequantized()["gate_up_proj"].any()
+    found = quantized.dequantized()["gate_up_proj"]
+    assert torch.equal(found, torch.zeros_like(found)), "a scale may be NaN"
 
 
-@every_kind
+@pytest.mark.parametrize("kind", [Fp8BlockWeights, Int8ChannelWeights, Nvfp4Weights])
 def test_largest_element_keeps_its_value(
-    kind: type[Fp8BlockWeights | Int8ChannelWeights],
+    kind: type[QuantizedWeights],
 ) -> None:
     weights = plain()
     for name, values in kind.from_unquantized(weights).dequantized().items():
@@ -164,6 +179,23 @@ def test_power_of_two_scales_ask_for_such_rows() -> None:
     assert torch.equal(kept.gate_up_scale.to(torch.float8_e8m0fnu).float(), kept.gate_up_scale)
 
 
+def test_nvfp4_takes_one_scale_for_a_matrix() -> None:
+    """Join the scales of a checkpoint, H = 200, whose last block has 8 elements."""
+    torch.manual_seed(0)
+    codes = torch.randint(256, (3, 288, 100), dtype=torch.uint8)
+    scales = (torch.rand(3, 288, 13) + 0.5).to(torch.float8_e4m3fn)
+    of_matrix = torch.tensor([0.25, 3.0, 0.1])
+    weights = Nvfp4Weights.from_unquantized(plain())
+    joined = join_scales(scales, of_matrix.view(3, 1, 1))
+    found = replace(weights, gate_up_proj=codes, gate_up_scale=joined).dequantized()
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).repeat(2)
+    numbers[8:] *= -1
+    elements = numbers[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).long()]
+    of_blocks = scales.float() * of_matrix.view(3, 1, 1)
+    expected = elements * of_blocks.repeat_interleave(16, dim=2)[:, :, :200]
+    assert torch.equal(found["gate_up_proj"], expected)
+
+
 @pytest.mark.parametrize(
     ("largest", "exponent"),
     [(448.0, 0), (449.0, 1), (224.0, -1), (225.0, 0), (1.0, -8), (0.875, -9), (2.0**-130, -126)],
@@ -177,14 +209,22 @@ def test_power_of_two_is_the_smallest_that_fits(largest: float, exponent: int) -
     assert torch.isfinite(codes.float()).all()
 
 
-def test_int8_has_no_power_of_two_scales() -> None:
-    with pytest.raises(ConfigError, match="scales is power_of_two, expected float32; for power-of"):
-        Int8ChannelWeights.from_unquantized(plain(), scales=ScaleDtype.POWER_OF_TWO)
+@pytest.mark.parametrize("kind", [Int8ChannelWeights, Mxfp8Weights, Nvfp4Weights])
+def test_only_fp8_has_a_choice_of_scales(kind: type[QuantizedWeights]) -> None:
+    with pytest.raises(ConfigError, match=f"{kind.__name__}.* is power_of_two, which only Fp8"):
+        kind.from_unquantized(plain(), scales=ScaleDtype.POWER_OF_TWO)
+
+
+def test_elements_of_four_bits_come_in_pairs() -> None:
+    weights = Nvfp4Weights.from_unquantized(plain())
+    assert (weights.hidden_size, weights.intermediate_size) == (200, 144)
+    with pytest.raises(ShapeError, match="and H a multiple of 2"):
+        replace(weights, down_proj=weights.down_proj[:, :199])
 
 
 @every_kind
 def test_result_is_contiguous_whatever_was_quantised(
-    kind: type[Fp8BlockWeights | Int8ChannelWeights],
+    kind: type[QuantizedWeights],
 ) -> None:
     weights = plain()
     same = weights.with_tensors(
@@ -200,7 +240,7 @@ def test_result_is_contiguous_whatever_was_quantised(
 @every_kind
 @pytest.mark.parametrize(("hidden", "inner"), [(0, 128), (128, 0)])
 def test_experts_without_a_size_are_refused(
-    kind: type[Fp8BlockWeights | Int8ChannelWeights], hidden: int, inner: int
+    kind: type[QuantizedWeights], hidden: int, inner: int
 ) -> None:
     scale_shape = kind._scale_shape
     code = torch.int8 if kind is Int8ChannelWeights else torch.float8_e4m3fn

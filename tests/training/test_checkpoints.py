@@ -193,16 +193,16 @@ def test_quantised_experts_go_to_another_number_of_ranks(
 ) -> None:
     weights = kind.from_unquantized(expert_weights())
     model = OverRanks(group, weights)
-    gathered = gather_state_dict(model, group)
+    states = [gather_state_dict(model, group)]
     groups = [dist.new_group([rank]) for rank in range(group.world_size)]
     with shared_folder() as folder, EPGroup(groups[group.rank]) as alone:
         save(model.state_dict(), checkpoint_id=folder)
         other = OverRanks(alone, kind.from_unquantized(expert_weights()))
         other.experts.weights.gate_up_proj.view(torch.uint8).zero_()
         load(other.state_dict(), checkpoint_id=folder)
-        loaded = gather_state_dict(other, alone)
-    for name, tensor in weights.tensors().items():
-        for state in (gathered, loaded):
+        states.append(gather_state_dict(other, alone))
+    for state in states:
+        for name, tensor in weights.tensors().items():
             assert torch.equal(state[f"experts.{name}"].view(torch.uint8), tensor.view(torch.uint8))
 
 

@@ -253,33 +253,33 @@ def test_experts_without_a_size_are_refused(
         )
 
 
-@pytest.mark.parametrize("scales", ScaleDtype)
+# The elements that share a scale with element (1, 130, 5).
+SHARED: dict[str, tuple[type[QuantizedWeights], ScaleDtype, tuple[int | slice, ...]]] = {
+    "fp8": (Fp8BlockWeights, ScaleDtype.FLOAT32, (1, slice(128, 256), slice(128))),
+    "fp8 powers": (Fp8BlockWeights, ScaleDtype.POWER_OF_TWO, (1, slice(128, 256), slice(128))),
+    "int8": (Int8ChannelWeights, ScaleDtype.FLOAT32, (1, 130)),
+    "mxfp8": (Mxfp8Weights, ScaleDtype.FLOAT32, (1, 130, slice(32))),
+    "nvfp4": (Nvfp4Weights, ScaleDtype.FLOAT32, (1, 130, slice(16))),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_value_that_is_not_finite_makes_its_block_nan(value: float, scales: ScaleDtype) -> None:
-    weights = plain()
+def test_value_that_is_not_finite_makes_all_nan_that_share_its_scale(
+    value: float, case: str
+) -> None:
+    (kind, scales, shared), weights = SHARED[case], plain()
     broken = weights.gate_up_proj.detach().clone()
     broken[1, 130, 5] = value
-    found = Fp8BlockWeights.from_unquantized(
-        replace(weights, gate_up_proj=broken), scales=scales
-    ).dequantized()["gate_up_proj"]
+    quantized = kind.from_unquantized(replace(weights, gate_up_proj=broken), scales=scales)
+    if kind is Int8ChannelWeights:
+        assert not quantized.gate_up_proj[1, 130].any()
+    found = quantized.dequantized()["gate_up_proj"]
     shares_a_scale = torch.zeros_like(found, dtype=torch.bool)
-    shares_a_scale[1, 128:256, :128] = True
+    shares_a_scale[shared] = True
     assert torch.equal(found.isnan(), shares_a_scale)
-    expected = Fp8BlockWeights.from_unquantized(weights, scales=scales).dequantized()
-    assert torch.equal(found[~shares_a_scale], expected["gate_up_proj"][~shares_a_scale])
-
-
-@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
-def test_value_that_is_not_finite_makes_its_channel_nan(value: float) -> None:
-    weights = plain()
-    broken = weights.down_proj.detach().clone()
-    broken[2, 7, 5] = value
-    quantized = Int8ChannelWeights.from_unquantized(replace(weights, down_proj=broken))
-    assert not quantized.down_proj[2, 7].any()
-    found = quantized.dequantized()["down_proj"]
-    shares_a_scale = torch.zeros_like(found, dtype=torch.bool)
-    shares_a_scale[2, 7] = True
-    assert torch.equal(found.isnan(), shares_a_scale)
+    expected = kind.from_unquantized(weights, scales=scales).dequantized()["gate_up_proj"]
+    assert torch.equal(found[~shares_a_scale], expected[~shares_a_scale])
 
 
 def test_scales_have_names() -> None:

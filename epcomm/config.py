@@ -14,6 +14,7 @@ from typing import Literal
 
 from epcomm.errors import ConfigError, describe_kind, shown
 from epcomm.types import (
+    GRADIENT_DTYPES,
     MAX_SIZE,
     SUM_DTYPES,
     Int8Profile,
@@ -49,6 +50,7 @@ _OPTIONAL_ENUMS: Mapping[str, type[StrEnum]] = MappingProxyType(
         "router": Router,
         "dispatch_dtype": WireDtype,
         "combine_dtype": WireDtype,
+        "backward_dtype": WireDtype,
         "dispatch_scales": ScaleDtype,
         "int8_profile": Int8Profile,
     }
@@ -91,7 +93,9 @@ class EPConfig:
         host, which the source rank adds in float32: fp8_e4m3, mxfp8 or nvfp4; None: that of
         unquantised rows. Forward only.
     combine_dtype_with_gradients: permit combine_dtype where gradients are needed: they ignore the
-        quantisation, and are sent unquantised.
+        quantisation, and are sent as backward_dtype says.
+    backward_dtype: format of gradients between ranks, of y on the way to the experts and of rows on
+        the way back: fp8_e4m3 or mxfp8; None: that of unquantised rows. Not in the decode of auto.
     dispatch_scales: scales of FP8 rows in dispatch; None: those that the expert weights need.
     int8_profile: arithmetic of INT8, before the experts and between their products; None: rint127.
         It is refused if nothing is INT8.
@@ -136,6 +140,7 @@ class EPConfig:
     dispatch_dtype: WireDtype | None = None
     combine_dtype: WireDtype | None = None
     combine_dtype_with_gradients: bool = False
+    backward_dtype: WireDtype | None = None
     dispatch_scales: ScaleDtype | ScaleDtypeName | None = None
     int8_profile: Int8Profile | Int8ProfileName | None = None
     max_tokens_per_rank: int | None = None
@@ -157,9 +162,9 @@ class EPConfig:
         # Plain strings are welcome (files, command lines); the fields hold the enums.
         object.__setattr__(self, "mode", enum_member("EPConfig: mode", Mode, self.mode))
         object.__setattr__(self, "router", enum_member("EPConfig: router", Router, self.router))
-        sums = sorted(dtype.value for dtype in SUM_DTYPES)
-        is_sum = self.combine_dtype in (None, *sums)
-        _expect("combine_dtype", self.combine_dtype, is_sum, f"one of {sums}, or None")
+        for name, dtypes in (("combine_dtype", SUM_DTYPES), ("backward_dtype", GRADIENT_DTYPES)):
+            value, known = getattr(self, name), sorted(dtype.value for dtype in dtypes)
+            _expect(name, value, value in (None, *known), f"one of {known}, or None")
         for name, kind in _OPTIONAL_ENUMS.items():
             value = getattr(self, name)
             if value is not None:

@@ -152,10 +152,10 @@ class BufferSpec:
 
     hidden_size: H.   top_k: K.   num_local_experts: L.
     dispatch_format: the wire format of rows in dispatch.
-    hidden_format: the wire format of unquantised rows: in combine, and gradients in both
-        directions.
+    hidden_format: the wire format of unquantised rows.
     combine_format: the format to which combine quantises the sums of a rank, in the forward pass;
         None: hidden_format.
+    backward_format: the format of gradients in both directions; None: hidden_format.
     max_tokens_per_rank: M, or None for no limit.
     max_recv_slots: static budget of slots that a rank receives, or None for exact sizes.
     expert_alignment: each expert's slots start at a multiple of this, in either layout.
@@ -182,6 +182,7 @@ class BufferSpec:
     dispatch_format: WireFormat
     hidden_format: WireFormat
     combine_format: WireFormat | None = None
+    backward_format: WireFormat | None = None
     max_tokens_per_rank: int | None = None
     max_recv_slots: int | None = None
     expert_alignment: int = 1
@@ -223,6 +224,7 @@ class BufferCaps:
     ordered: slots are in (expert, source rank, token) order, ranks in Backend.source_order().
     wire_dtypes: the dtypes that dispatch can send.
     combine_dtypes: the dtypes to which combine can quantise sums.
+    backward_dtypes: the dtypes to which it can quantise gradients.
     max_tokens_per_rank, max_top_k: limits of the backend; None for no limit.
     hidden_multiple: H must be a multiple of this.
     batches_in_flight: dispatches without gradients that may wait for their combine; if one more is
@@ -245,6 +247,7 @@ class BufferCaps:
     ordered: bool
     wire_dtypes: frozenset[WireDtype]
     combine_dtypes: frozenset[WireDtype] = frozenset()
+    backward_dtypes: frozenset[WireDtype] = frozenset()
     max_tokens_per_rank: int | None = None
     max_top_k: int | None = None
     hidden_multiple: int = 1

@@ -151,6 +151,8 @@ FLOAT32_SUM_DTYPES = QUANTIZABLE_DTYPES | {WireDtype.FP8_E4M3, WireDtype.INT8}
 # Dtypes to which combine quantises sums. 4 bits with one power of two a block are too coarse, and
 # INT8 rows have one scale for all of H.
 SUM_DTYPES = frozenset({WireDtype.FP8_E4M3, WireDtype.MXFP8, WireDtype.NVFP4})
+# Dtypes to which backward quantises gradients, for which 4 bits are too coarse.
+GRADIENT_DTYPES = frozenset({WireDtype.FP8_E4M3, WireDtype.MXFP8})
 
 # Bytes of the scale of a row, before the scales of its blocks.
 ROW_SCALE_BYTES = 4

@@ -218,6 +218,7 @@ class Buffer(Backend):
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         """Send [T, H] along an existing exchange plan and return [R, H]: the dual of combine.
 
+        With BufferSpec.backward_format rows are quantised here and dequantised on arrival.
         Collective: yes.   Host sync: none.
         Lifetime: the caller owns the rows. If caps.batches_in_flight is set and the dispatch was
             made without gradients, they live as long as the rows of a dispatch.
@@ -242,8 +243,9 @@ class Buffer(Backend):
             exchange_plan: the plan of the dispatch. With an error it may be None if the batch is
                 unknown; buffers with separate memory for batches then use the oldest batch.
             slot_weights: [C], float32, multiplied into slot rows, or None.
-            row_scalars: [R, K], float32, sent with the rows. Scalar (token, k) of the result is the
-                sum over all rows of the token, whichever rank has its k-th expert.
+            row_scalars: [R, K], float32, sent with the rows, which then are gradients. Scalar
+                (token, k) of the result is the sum over all rows of the token, whichever rank has
+                its k-th expert.
             error: the reason why this rank takes part without rows, or None; with an error, rows
                 are [0, H] and rows_per is ROW.
 

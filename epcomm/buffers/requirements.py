@@ -14,6 +14,10 @@ def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
     if sums is not None and sums.dtype not in caps.combine_dtypes:
         returned = ", ".join([str(spec.hidden_format), *sorted(caps.combine_dtypes)])
         reasons.append(f"returns sums as {returned}, not as {sums}")
+    gradients = spec.backward_format
+    if gradients is not None and gradients.dtype not in caps.backward_dtypes:
+        sent = f"sends gradients as {spec.hidden_format}" if caps.trainable else "has no gradients"
+        reasons.append(f"{sent}, but EPConfig.backward_dtype is {gradients.dtype.value}")
     if caps.max_top_k is not None and spec.top_k > caps.max_top_k:
         reasons.append(f"top_k is {spec.top_k}, at most {caps.max_top_k}")
     if spec.hidden_size % caps.hidden_multiple:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from epcomm.buffers.row_layout import RowLayout
 from epcomm.spec import BufferSpec, HostLayout
-from epcomm.types import align_up
+from epcomm.types import WireFormat, align_up
 
 # Bytes of a slot besides its router weight: row_of_slot (int32), its entry in slots_by_row (int64).
 SLOT_INDEX_BYTES, SLOT_MEMBER_BYTES = 4, 8
@@ -201,27 +201,28 @@ class RowBytes:
         layout = RowLayout(
             hidden_size=returned_size if backward else spec.hidden_size,
             top_k=spec.top_k,
-            format=spec.hidden_format if backward else spec.dispatch_format,
+            format=(spec.backward_format or spec.hidden_format)
+            if backward
+            else spec.dispatch_format,
             has_ids=not backward,
         )
-        quantized = sum_layout(spec)
-        if backward:
-            bare = spec.hidden_format.data_bytes(spec.hidden_size)
-            return cls(dispatch=bare, combine=layout.row_bytes)
-        combine = spec.hidden_format.data_bytes(returned_size)
-        return cls(
-            dispatch=layout.row_bytes,
-            combine=combine if quantized is None else num_columns * quantized.row_bytes,
+        quantized = quantized_layout(
+            spec, spec.backward_format if backward else spec.combine_format
         )
+        # Rows without scalars.
+        bare = spec.hidden_format.data_bytes(spec.hidden_size if backward else returned_size)
+        if quantized is not None:
+            bare = quantized.row_bytes if backward else num_columns * quantized.row_bytes
+        if backward:
+            return cls(dispatch=bare, combine=layout.row_bytes)
+        return cls(dispatch=layout.row_bytes, combine=bare)
 
 
-def sum_layout(spec: BufferSpec) -> RowLayout | None:
-    """Return the layout of one quantised sum, or None without BufferSpec.combine_format."""
-    if spec.combine_format is None:
+def quantized_layout(spec: BufferSpec, wire: WireFormat | None, top_k: int = 0) -> RowLayout | None:
+    """Return the layout of quantised rows with top_k scalars, or None without a format."""
+    if wire is None:
         return None
-    return RowLayout(
-        hidden_size=spec.hidden_size, top_k=0, format=spec.combine_format, has_ids=False
-    )
+    return RowLayout(hidden_size=spec.hidden_size, top_k=top_k, format=wire, has_ids=False)
 
 
 def sum_regions(
@@ -239,7 +240,7 @@ def sum_regions(
     per_token: rows that a token adds.   num_columns: the sums of a row.
     sent, returned: the most rows of a rank, or None for no limit.
     """
-    size, layout = num_columns * spec.hidden_size, sum_layout(spec)
+    size, layout = num_columns * spec.hidden_size, quantized_layout(spec, spec.combine_format)
     row_bytes = spec.hidden_format.data_bytes(size)
     sizes = [("partial sums", row_bytes, sent), ("returned rows", row_bytes, returned)]
     if layout is not None:

@@ -95,8 +95,9 @@ def _phase_configs(config: EPConfig) -> dict[str, EPConfig]:
     configs = {PREFILL: replace(config, mode=Mode.NORMAL, max_tokens_per_rank=prefill_tokens)}
     if max_tokens is not None:
         # Low latency has capacity for any routing of max_tokens_per_rank tokens; the budget is for
-        # prefill.
-        configs[DECODE] = replace(config, mode=Mode.LOW_LATENCY, max_recv_slots=None)
+        # prefill, and backward for training.
+        decode = replace(config, mode=Mode.LOW_LATENCY, max_recv_slots=None, backward_dtype=None)
+        configs[DECODE] = decode
     return configs
 
 

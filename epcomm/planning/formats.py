@@ -20,12 +20,13 @@ def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFo
         )
     hidden_format = _hidden_format(config, spec, wanted)
     dispatch_format = _dispatch_format(config, hidden_format, wanted)
-    combine_format = None
-    if config.combine_dtype is not None:
-        combine_format = WireFormat(dtype=config.combine_dtype)
-    for wire, field in ((dispatch_format, "dispatch_dtype"), (combine_format, "combine_dtype")):
-        if wire is not None:
-            _check_quantized(wire, field, hidden_format, spec.hidden_size)
+    formats = {"dispatch_dtype": dispatch_format}
+    for field in ("combine_dtype", "backward_dtype"):
+        dtype: WireDtype | None = getattr(config, field)
+        if dtype is not None:
+            formats[field] = WireFormat(dtype=dtype)
+    for field, wire in formats.items():
+        _check_quantized(wire, field, hidden_format, spec.hidden_size)
     _check_int8_profile(config, dispatch_format, wanted)
     _check_sum_groups(config, spec, world_size)
     return BufferSpec(
@@ -34,7 +35,8 @@ def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFo
         num_local_experts=spec.num_experts // world_size,
         dispatch_format=dispatch_format,
         hidden_format=hidden_format,
-        combine_format=combine_format,
+        combine_format=formats.get("combine_dtype"),
+        backward_format=formats.get("backward_dtype"),
         max_tokens_per_rank=config.max_tokens_per_rank,
         max_recv_slots=config.max_recv_slots,
         compares_calls=config.check_calls,
@@ -77,12 +79,13 @@ def _check_sum_groups(config: EPConfig, spec: MoESpec, world_size: int) -> None:
             f"plan: sum_groups is {groups}, expected a multiple of the {world_size} ranks, because "
             "a rank holds whole groups; use a multiple that divides the number of experts"
         )
-    if config.redundant_experts is not None and config.combine_dtype is not None:
-        raise ConfigError(
-            f"plan: combine_dtype is {config.combine_dtype.value} with sum_groups and "
-            "redundant_experts, where results return before they are summed, and their sums would "
-            "have other bits than without redundant_experts; leave one of the three None"
-        )
+    for field in ("combine_dtype", "backward_dtype"):
+        if config.redundant_experts is not None and getattr(config, field) is not None:
+            raise ConfigError(
+                f"plan: {field} is {getattr(config, field).value} with sum_groups and "
+                "redundant_experts, where results return before they are summed, and their sums "
+                "would have other bits than without redundant_experts; leave one of the three None"
+            )
 
 
 def _hidden_format(config: EPConfig, spec: MoESpec, wanted: WireFormat) -> WireFormat:

@@ -144,7 +144,8 @@ class PhasePlan:
             f"mode {self.mode.value} on backend {self.backend} ({self.buffer}), {self.world_size} "
             f"ranks with {spec.num_local_experts} experts each{phase and f', for {phase}'}",
             f"wire: dispatch {spec.dispatch_format}, combine "
-            f"{spec.combine_format or spec.hidden_format} (backward {spec.hidden_format})",
+            f"{spec.combine_format or spec.hidden_format} (backward "
+            f"{spec.backward_format or spec.hidden_format})",
             *(f"{name}: {text}" for name, text in self.unusual().items()),
             f"router weights applied by {self.weights_applied_by.value}; "
             f"trainable: {self.caps.trainable}; is capturable: {self.is_capturable}; "

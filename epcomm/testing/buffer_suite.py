@@ -101,7 +101,7 @@ class BufferEnv(SuiteEnv):
     """The environment of a scenario of buffers.
 
     backend: registry name.   mode: the mode that the buffer serves.
-    combine: BufferSpec.combine_format.
+    combine, backward: BufferSpec.combine_format and backward_format.
     token_multiple: max_tokens_per_rank is a multiple of it; None: set only for static sizes.
     fills_batches: the backend sends entries of -1 to an expert that the row does not use, with
         weight 0, and one token of weight 0 from a rank without tokens.
@@ -111,6 +111,7 @@ class BufferEnv(SuiteEnv):
     backend: str
     mode: Mode
     combine: WireFormat | None = None
+    backward: WireFormat | None = None
     token_multiple: int | None = None
     fills_batches: bool = False
     hosts: HostLayout | None = None
@@ -146,6 +147,7 @@ class BufferEnv(SuiteEnv):
             dispatch_format=self.wire or wire,
             hidden_format=wire,
             combine_format=self.combine,
+            backward_format=self.backward,
             max_tokens_per_rank=max_tokens if self.is_static or self.token_multiple else None,
             hosts=self.hosts,
         )
@@ -361,8 +363,11 @@ class _Round:
         for factor in (2, -3):
             x = self.batches[env.group.rank].x * factor
             rows = self.trial.buffer.cached_dispatch(x, self.out.exchange_plan)
+            sent = [batch.x * factor for batch in self.batches]
+            if env.backward is not None:
+                sent = [dequantize(quantize(each, env.backward), each.dtype) for each in sent]
             for position, slot in slots.items():
-                expected = (self.batches[slot.source].x[slot.token] * factor).tolist()
+                expected = sent[slot.source][slot.token].tolist()
                 row = rows[int(row_of_slot[position])].tolist()
                 env.expect_equal(f"slot of a cached dispatch {position}", row, expected)
 
@@ -514,8 +519,8 @@ def _sum_tolerance(trial: _Trial) -> float:
     dtype = trial.spec.dtype
     finer = torch.finfo(sum_dtype(dtype)).eps / torch.finfo(torch.float32).eps
     roundings = 4 if trial.env.hosts is None else 5
-    combine = trial.env.combine
-    share = 0.0 if combine is None else ROW_ERRORS[combine.dtype]
+    formats = trial.env.combine, trial.env.backward
+    share = max((ROW_ERRORS[each.dtype] for each in formats if each is not None), default=0.0)
     return share + SUM_TOLERANCE * finer + roundings * torch.finfo(dtype).eps
 
 

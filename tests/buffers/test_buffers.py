@@ -155,6 +155,8 @@ def test_quantized_rows_keep_the_contract(
 def test_quantised_sums_keep_the_contract(scenario: str, wire: str, case: str) -> None:
     with EPGroup() as group:
         env = replace(quantized_env(group, case, wire), wire=None, combine=QUANTIZED[wire])
+        if QUANTIZED[wire].dtype in env.caps.backward_dtypes:
+            env = replace(env, backward=env.combine)
         buffer_suite.run_scenario(scenario, env)
 
 

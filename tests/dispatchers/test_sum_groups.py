@@ -59,6 +59,7 @@ WAYS = {
 }
 SUM_DTYPES = (WireDtype.FP8_E4M3, WireDtype.MXFP8, WireDtype.NVFP4)
 QUANTIZED = [(way, SUM_DTYPES[number % 3]) for number, way in enumerate(WAYS)]
+GRADIENTS = {"collective": WireDtype.MXFP8, "shared_memory": WireDtype.FP8_E4M3}
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +117,7 @@ def sum_in_groups(
     terms: list[tuple[int, Tensor]],
     groups: int,
     dtype: torch.dtype,
-    combine_dtype: WireDtype | None = None,
+    sum_dtype: WireDtype | None = None,
 ) -> Tensor:
     """Return the sum of (expert, term in the sum dtype) by the definition."""
     total = torch.zeros(H, dtype=terms[0][1].dtype if terms else torch.float32)
@@ -126,8 +127,8 @@ def sum_in_groups(
             if expert * groups // E == group:
                 partial = partial + term
         partial = partial.to(dtype)
-        if combine_dtype is not None:
-            wire = quantize(partial.unsqueeze(0), WireFormat(dtype=combine_dtype))
+        if sum_dtype is not None:
+            wire = quantize(partial.unsqueeze(0), WireFormat(dtype=sum_dtype))
             partial = dequantize(wire, total.dtype).squeeze(0)
         total = total + partial.to(total.dtype)
     return total.to(dtype)
@@ -135,9 +136,15 @@ def sum_in_groups(
 
 @cache
 def expected(
-    batch: Batch, groups: int, combine_dtype: WireDtype | None = None
+    batch: Batch,
+    groups: int,
+    combine_dtype: WireDtype | None = None,
+    backward_dtype: WireDtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, dx and the gradients of the router weights; combine_dtype changes y alone."""
+    grads = batch.grad_y
+    if backward_dtype is not None:
+        grads = dequantize(quantize(grads, WireFormat(dtype=backward_dtype)), grads.dtype)
     dtype, sums = batch.x.dtype, batch.weights.dtype
     y, dx, dw = (torch.zeros_like(each) for each in (batch.x, batch.x, batch.weights))
     for token in range(TOKENS):
@@ -147,11 +154,11 @@ def expected(
                 continue
             weight, result = batch.weights[token, k], batch.x[token] * batch.slope[expert]
             forward.append((expert, weight * result.to(sums)))
-            of_result = (batch.grad_y[token].to(sums) * weight).to(dtype)
+            of_result = (grads[token].to(sums) * weight).to(dtype)
             backward.append((expert, (of_result * batch.slope[expert]).to(sums)))
-            dw[token, k] = (batch.grad_y[token].to(sums) * result.to(sums)).sum()
+            dw[token, k] = (grads[token].to(sums) * result.to(sums)).sum()
         y[token] = sum_in_groups(forward, groups, dtype, combine_dtype)
-        dx[token] = sum_in_groups(backward, groups, dtype)
+        dx[token] = sum_in_groups(backward, groups, dtype, backward_dtype)
     return y, dx, dw
 
 
@@ -235,7 +242,8 @@ def test_quantised_sums_have_the_bits_of_the_definition(
     group: EPGroup, way: str, combine_dtype: WireDtype
 ) -> None:
     kind, config = WAYS[way]
-    check_bits(group, kind, replace(config, combine_dtype=combine_dtype), torch.bfloat16)
+    config = replace(config, combine_dtype=combine_dtype, backward_dtype=GRADIENTS.get(way))
+    check_bits(group, kind, config, torch.bfloat16)
 
 
 def check_bits(
@@ -246,14 +254,16 @@ def check_bits(
     config = replace(config, combine_dtype_with_gradients=True)
     part = slice(0, TOKENS) if config.replicated else batch.part(rank, group.world_size)
     # The sums of placed experts are not quantised.
-    for is_placed, groups in enumerate(GROUPS[dtype][: 1 if config.combine_dtype else None]):
+    is_quantized = bool(config.combine_dtype or config.backward_dtype)
+    for is_placed, groups in enumerate(GROUPS[dtype][: 1 if is_quantized else None]):
         redundant = REPLICAS if is_placed else 0
         dispatcher = kind(
             group,
             MoESpec(hidden_size=H, num_experts=E + redundant, top_k=K, dtype=dtype),
             replace(config, sum_groups=groups, redundant_experts=redundant or None),
         )
-        wanted = [each[part] for each in expected(batch, groups, config.combine_dtype)]
+        formats = config.combine_dtype, config.backward_dtype
+        wanted = [each[part] for each in expected(batch, groups, *formats)]
         for trains in (False, True)[: 1 + dispatcher.plan.caps.trainable]:
             found = run(
                 dispatcher, batch, part, rank, trains=trains, groups=groups if is_placed else None
@@ -275,6 +285,8 @@ def test_bits_do_not_depend_on_hosts(hosts: str, combine_dtype: WireDtype | None
         # As of a two-dimensional DeviceMesh, which has only the first of the two orders.
         group.hosts = HostLayout.of(host_of_rank)
         config = EPConfig(backend="hierarchical", combine_dtype=combine_dtype)
+        if combine_dtype is not None:
+            config = replace(config, backward_dtype=WireDtype.MXFP8)
         check_bits(group, NORMAL, config, torch.bfloat16)
 
 

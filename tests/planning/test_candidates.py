@@ -137,6 +137,7 @@ OTHER_CONFIG = {
     "dispatch_scales": "float32",
     "combine_dtype": "mxfp8",
     "combine_dtype_with_gradients": True,
+    "backward_dtype": "fp8_e4m3",
     "int8_profile": "div",
     "mode": "standard",
     "backend": "collective",

@@ -28,6 +28,7 @@ from epcomm.buffers.collective.base import (
     SignedExchangePlan,
     row_bytes_of,
 )
+from epcomm.buffers.collective.quantized_rows import QuantizedRows
 from epcomm.buffers.row_layout import RowLayout, Scratch, wire_tensor_of
 from epcomm.buffers.sizes import (
     CallShape,
@@ -72,7 +73,7 @@ from epcomm.ops.slots import (
 from epcomm.protocol import BatchFlags, FaultCode, fault_word
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import RowsPer
+from epcomm.types import GRADIENT_DTYPES, RowsPer
 
 if TYPE_CHECKING:
     from epcomm.ops.with_triton import TritonRowOps
@@ -479,6 +480,10 @@ class RowsBuffer(OverCollectives, AddsBias):
         super().__init__(calls, spec)
         self._mover = mover
         self._has_rest = mover.has_rest
+        # The gradients of y, and those of rows with the gradients of router weights.
+        wire, device = spec.backward_format, self._collectives.device
+        self._quantized_dy = QuantizedRows.of(spec, wire, device)
+        self._quantized_dx = QuantizedRows.of(spec, wire, device, top_k=spec.top_k)
         # Memory for the rows that kernels pack during the exchange of headers.
         self._packed = Scratch(self._collectives.device, keeps=self._waits)
 
@@ -591,15 +596,21 @@ class RowsBuffer(OverCollectives, AddsBias):
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
         self._mover.check_open()
-        self._announce(CallKind.COMBINE_BACKWARD, exchange_plan.call, rows=hidden_states)
-        self._traffic.dispatch(exchange_plan.send_splits, row_bytes_of(hidden_states))
-        return self._mover.send_rows(
-            partial(exchange_plan.sends.copy_tokens, hidden_states),
+        rows, quantized = hidden_states, self._quantized_dy
+        if quantized is not None:
+            rows = quantized.pack(hidden_states)
+        self._announce(CallKind.COMBINE_BACKWARD, exchange_plan.call, rows=rows)
+        self._traffic.dispatch(exchange_plan.send_splits, row_bytes_of(rows))
+        received = self._mover.send_rows(
+            partial(exchange_plan.sends.copy_tokens, rows),
             exchange_plan.table,
             (exchange_plan.send_splits, exchange_plan.recv_splits),
-            (hidden_states.shape[1], hidden_states.dtype),
+            (rows.shape[1], rows.dtype),
             phase="backward of combine",
-            is_kept=True,
+            is_kept=quantized is None,
+        )
+        return (
+            received if quantized is None else quantized.restore(received).to(hidden_states.dtype)
         )
 
     def combine(
@@ -641,32 +652,37 @@ class RowsBuffer(OverCollectives, AddsBias):
     ) -> tuple[Tensor, Tensor | None]:
         """Do the exchange of combine(); return the rows and scalars from all ranks, by rank.
 
-        With BufferSpec.combine_format rows without scalars are sent in this format, and returned in
-        float32.
+        Rows without scalars are sent in BufferSpec.combine_format, rows with scalars in
+        backward_format, and then returned in float32.
         """
         if (overwritten := self._mover.find_overwritten(exchange_plan)) is not None:
             # Announce the error, because ranks in grad mode own their rows and do not have it.
             self._announce(CallKind.COMBINE, exchange_plan.call, error=overwritten)
         make = exchange_plan.returned(rows, rows_per, slot_weights)
-        quantized = self._quantized
-        if row_scalars is None and quantized is not None:
-            shape = (quantized.row_bytes, torch.uint8)
-            returned = self._send_sums(
-                lambda part: quantized.pack(make(part)), exchange_plan, shape, CallKind.COMBINE
-            )
-            return quantized.restore(returned), None
-        if row_scalars is None:
-            shape = (rows.shape[1], rows.dtype)
-            return self._send_sums(make, exchange_plan, shape, CallKind.COMBINE), None
-        layout, scalars = self._scalar_layout(rows.dtype), row_scalars
-        if rows_per is RowsPer.SLOT:
+        kind, scalars = CallKind.COMBINE, row_scalars
+        if row_scalars is not None:
+            kind = CallKind.DISPATCH_BACKWARD
+        if row_scalars is not None and rows_per is RowsPer.SLOT:
             scalars = exchange_plan.returned_scalars(row_scalars)
+        quantized = self._quantized if scalars is None else self._quantized_dx
+        if quantized is not None:
+            returned = self._send_sums(
+                lambda part: quantized.pack(make(part), None if scalars is None else scalars[part]),
+                exchange_plan,
+                (quantized.row_bytes, torch.uint8),
+                kind,
+            )
+            found = None if scalars is None else quantized.scalars(returned)
+            return quantized.restore(returned), found
+        if scalars is None:
+            return self._send_sums(make, exchange_plan, (rows.shape[1], rows.dtype), kind), None
+        layout = self._scalar_layout(rows.dtype)
 
         def packed(part: slice) -> Tensor:
             return layout.pack_rows(make(part), scalars[part])
 
         shape = (layout.row_bytes, torch.uint8)
-        returned = self._send_sums(packed, exchange_plan, shape, CallKind.DISPATCH_BACKWARD)
+        returned = self._send_sums(packed, exchange_plan, shape, kind)
         return layout.data(returned), layout.scalars(returned)
 
     def _send_sums(
@@ -698,7 +714,7 @@ class CollectiveBuffer(RowsBuffer):
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return COLLECTIVE_CAPS
+        return replace(COLLECTIVE_CAPS, backward_dtypes=GRADIENT_DTYPES)
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         super().__init__(calls, spec, RowMover(calls.collectives, waits=calls.waits))

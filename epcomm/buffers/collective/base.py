@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.collective.quantized_sums import QuantizedSums
+from epcomm.buffers.collective.quantized_rows import QuantizedRows
 from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
 from epcomm.calls.call import DispatchCall
@@ -104,9 +104,7 @@ class OverCollectives:
         # headers have a fixed size, and the other counts need a second message.
         self._has_rest = self._waits
         self._row_ops = row_ops_of(collectives.device)
-        self._quantized = None
-        if spec.combine_format is not None:
-            self._quantized = QuantizedSums(spec, collectives.device)
+        self._quantized = QuantizedRows.of(spec, spec.combine_format, collectives.device)
         self._dispatch_layout = self._row_layout(spec.dispatch_format, has_ids=True)
         self._scalar_layouts: dict[tuple[torch.dtype, int], RowLayout] = {}
 

@@ -46,7 +46,7 @@ from epcomm.platforms.nvlink import PeerReach, reach_of, reach_reasons
 from epcomm.protocol import BatchFlags, fault_word, pack_fault, unpack_fault
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec, HostLayout
-from epcomm.types import RowsPer
+from epcomm.types import GRADIENT_DTYPES, RowsPer
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class HierarchicalBuffer(Buffer):
         # In shared memory, rows are views, so the number of batches in flight is limited.
         views = SharedMemoryBuffer.caps(mode).batches_in_flight
         caps = replace(COLLECTIVE_CAPS, batches_in_flight=views, batches_on_request=True)
-        return _TwoExchangesCaps(**vars(caps))
+        return _TwoExchangesCaps(**vars(replace(caps, backward_dtypes=GRADIENT_DTYPES)))
 
     @classmethod
     def lacks_between(cls, spec: BufferSpec) -> tuple[str, ...]:
@@ -476,8 +476,9 @@ def inner_spec(spec: BufferSpec) -> BufferSpec:
         max_tokens_per_rank=None if most is None else most * hosts_of(spec).num_hosts,
         # The experts of one host have their part of the groups.
         sum_groups=None if groups is None else groups // hosts_of(spec).num_hosts,
-        # The rank that relays a sum quantises it, so it is quantised once.
+        # The rank that relays a sum or a gradient quantises it, so it is quantised once.
         combine_format=None,
+        backward_format=None,
         hosts=None,
     )
 

@@ -67,6 +67,8 @@ def test_rows_of_four_bits_and_quantised_sums_keep_the_contract(backend: str) ->
     wire, combine = (WireFormat(dtype=dtype) for dtype in (WireDtype.NVFP4, WireDtype.MXFP8))
     with EPGroup() as group:
         env = replace(env_of(group, backend), wire=wire, combine=combine)
+        if combine.dtype in env.caps.backward_dtypes:
+            env = replace(env, backward=combine)
         buffer_suite.run_scenario("holes", env)
 
 

@@ -25,6 +25,7 @@ _VALUES: Mapping[str, type[StrEnum]] = MappingProxyType(
         "router": Router,
         "dispatch_dtype": WireDtype,
         "combine_dtype": WireDtype,
+        "backward_dtype": WireDtype,
         "dispatch_scales": ScaleDtype,
         "int8_profile": Int8Profile,
     }

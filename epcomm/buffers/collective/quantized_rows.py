@@ -4,6 +4,8 @@ A buffer calls pack() with rows of its rank before they leave it, and restore() 
 come to it.
 """
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ class QuantizedRows:
     @classmethod
     def of(
         cls, spec: BufferSpec, wire: WireFormat | None, device: torch.device, *, top_k: int = 0
-    ) -> "QuantizedRows | None":
+    ) -> Self | None:
         """Return the rows of a format, with top_k scalars, or None without a format."""
         layout = quantized_layout(spec, wire, top_k)
         return None if layout is None else cls(layout, spec.hidden_size, device)

@@ -12,8 +12,6 @@ scale. Codes saturate where a subnormal scale is so imprecise that a quotient ex
 Source: documented arithmetic of the operators named below, not checked on an NPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 

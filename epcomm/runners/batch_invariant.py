@@ -4,8 +4,6 @@ On CPUs every product has one of a few fixed shapes (epcomm.ops.fixed_blocks); o
 has one shape and one order of sums (epcomm.kernels.gemm.fixed_tiles). EPConfig.sum_groups needs it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar

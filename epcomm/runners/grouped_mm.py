@@ -4,8 +4,6 @@ The router weight is folded in before the second product, (w h) D = w (h D): I c
 instead of H, and backward needs no copy of the unweighted result.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 

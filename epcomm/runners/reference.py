@@ -1,7 +1,5 @@
 """Compute experts in a plain loop, in both layouts; other runners are checked against it."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -6,8 +6,6 @@ Bytes do not depend on the routing; at 8 ranks and top-8 they are 1.5 times the 
 per destination, but no rows need to be numbered and sorted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -8,8 +8,6 @@ overflows and faults need no extra message: every rank sets y of the call to NaN
 fault on the device for check().
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

@@ -7,8 +7,6 @@ ranks. dy is equal on all ranks too, so the backward of combine is the identity,
 dispatch is a sum over the ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

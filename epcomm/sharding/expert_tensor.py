@@ -425,6 +425,9 @@ def _run(op: Operation) -> object:
         return op.run(_whole_of)
     if name in ("aten::allclose", "aten::equal"):
         return _are_alike(op)
+    if name == "aten::_is_any_true":
+        # detect_anomaly() asks whether a gradient has NaN, on the ranks that it is active on.
+        return op.func(args[0]._local_tensor)
     if _is_elementwise(op):
         if draws_numbers(op):
             drawn = run_expert_by_expert(op)

@@ -189,6 +189,20 @@ def test_infinity_on_one_rank_is_seen_by_loss_scaling_on_all(group: EPGroup) -> 
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+def test_anomaly_mode_finds_nan_in_gradients_of_this_rank(group: EPGroup) -> None:
+    model = OverRanks(group)
+    # It communicates nothing, so it may be active on one rank.
+    with torch.autograd.set_detect_anomaly(group.rank == 1):
+        model(tokens(group.rank)).backward()
+        model.experts.scale_gradients(torch.nan)
+        loss = model(tokens(group.rank))
+        if group.rank == 0:
+            loss.backward()
+            return
+        with pytest.raises(RuntimeError, match="LocalViewsBackward' returned nan values"):
+            loss.backward()
+
+
 def test_pickle_is_refused_with_what_to_save_instead(group: EPGroup) -> None:
     with pytest.raises(PickleRefused, match="save state_dict"):
         pickle.dumps(OverRanks(group))

@@ -114,7 +114,19 @@ def trace(calls: Mapping[str, Callable[[], object]], group: EPGroup) -> list[Eve
 
 
 def as_json(events: Sequence[Event]) -> str:
-    """Return a trace that starts at time 0, as ui.perfetto.dev reads it."""
+    """Return a trace that starts at time 0, in the JSON format that ui.perfetto.dev reads.
+
+    Processes and threads are numbers there, each used once, which metadata events name.
+    """
     first_us = min((event["ts"] for event in events), default=0.0)
-    shown = [{**event, "ts": round(event["ts"] - first_us, 3)} for event in events]
+    numbers: dict[tuple[str, ...], int] = {}
+    shown: list[Event] = []
+    for event in events:
+        names = event["pid"], event["tid"]
+        pid, tid = (numbers.setdefault(key, len(numbers) + 1) for key in (names[:1], names))
+        shown.append({**event, "pid": pid, "tid": tid, "ts": round(event["ts"] - first_us, 3)})
+    for key, number in numbers.items():
+        kind = "process_name" if len(key) == 1 else "thread_name"
+        who = {"pid": numbers[key[:1]], "tid": number}
+        shown.append({"ph": "M", **who, "name": kind, "args": {"name": key[-1]}})
     return json.dumps({"traceEvents": shown}) + "\n"

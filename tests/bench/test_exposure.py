@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from epcomm.bench.exposure import Exposure
+from epcomm.bench.exposure import Exposure, as_json
 from epcomm.bench.options import BenchOptions
 from epcomm.bench.timing import Percentiles
 from epcomm.cli.bench import ReportOptions, RunOptions, bench_on_rank
@@ -52,11 +52,14 @@ def test_a_trace_has_both_calls_of_all_ranks(
     (exposed,) = json.loads(report.read_text("utf-8"))["exposures"]
     assert set(exposed["share"]) == {"in turn", "overlapped"}
     found = json.loads(path.read_text("utf-8"))["traceEvents"]
+    named = [event for event in found if event["ph"] == "M"]
+    timed = sorted((event for event in found if event["ph"] == "X"), key=lambda event: event["ts"])
+    assert len(timed) + len(named) == len(found)
     for rank in range(NUM_RANKS):
-        events = [event for event in found if event["pid"] == f"rank {rank}"]
-        events.sort(key=lambda event: event["ts"])
-        caller = [event for event in events if event["tid"] == "caller"]
-        sent = [event for event in events if event["tid"] == "transfers"]
+        (pid,) = (each["pid"] for each in named if each["args"]["name"] == f"rank {rank}")
+        tids = {each["args"]["name"]: each["tid"] for each in named if each["pid"] == pid}
+        caller = [event for event in timed if event["tid"] == tids["caller"]]
+        sent = [event for event in timed if event["tid"] == tids["transfers"]]
         assert [event["name"].partition(", T = 5, normal on")[0] for event in caller] == [
             *("in turn", "dispatch", "experts", "combine", "shared_experts"),
             *("overlapped", "dispatch_begin", "dispatch_begin", "shared_experts"),
@@ -74,6 +77,23 @@ def test_a_trace_has_both_calls_of_all_ranks(
             for begin, call, wait in zip(begun, made, waited, strict=True):
                 assert begin["ts"] - TOLERANCE_US <= call["ts"]
                 assert end(call) <= end(wait) + TOLERANCE_US
+
+
+def test_a_trace_numbers_and_names_its_processes_and_threads() -> None:
+    event = {"ph": "X", "pid": "rank 0", "tid": "caller", "name": "experts", "ts": 7e9, "dur": 2.0}
+    other = {**event, "pid": "rank 1", "name": "dispatch", "ts": 7e9 - 5.5}
+    name = {"ph": "M", "name": "process_name"}
+    assert json.loads(as_json([event, {**event, "tid": "transfers"}, other]))["traceEvents"] == [
+        {**event, "pid": 1, "tid": 2, "ts": 5.5},
+        {**event, "pid": 1, "tid": 3, "ts": 5.5},
+        {**other, "pid": 4, "tid": 5, "ts": 0.0},
+        {**name, "pid": 1, "tid": 1, "args": {"name": "rank 0"}},
+        {**name, "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": "caller"}},
+        {**name, "name": "thread_name", "pid": 1, "tid": 3, "args": {"name": "transfers"}},
+        {**name, "pid": 4, "tid": 4, "args": {"name": "rank 1"}},
+        {**name, "name": "thread_name", "pid": 4, "tid": 5, "args": {"name": "caller"}},
+    ]
+    assert json.loads(as_json([])) == {"traceEvents": []}
 
 
 def test_the_exposed_share_is_that_of_the_worked_example() -> None:

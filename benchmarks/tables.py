@@ -35,6 +35,13 @@ _OVERLAP = {
 _RUNNERS = ("fp8", "fp8 in triton", "deep_gemm", "int8")
 # Columns of a result between hosts, in ms.
 _HOST_SPANS = ("dispatch_without_grouping", "combine", "total_without_grouping")
+# Steps of a result of exposed exchanges: their titles, and the step that has their exchange.
+_STEPS = {
+    "none": ("a layer, every call waits", "none"),
+    "chunks": ("a layer in {chunks} chunks", "none"),
+    "one by one": ("{layers} decoder layers, micro-batches one by one", "one by one"),
+    "micro_batches": ("{layers} decoder layers, two micro-batches in turn", "one by one"),
+}
 # Routers by the name of their column; `reference` is plain torch.
 _ROUTERS = {
     "gate": "gate",
@@ -276,6 +283,29 @@ def _render_hosts(result: Result) -> str:
     return _page(_table(["backend", *heads], rows), caption)
 
 
+def _render_exposed(result: Result) -> str:
+    """Return a row for each step: what it computes, what it sends, and what of that is exposed."""
+    sizes, ms = result["configuration"], result["ms"]
+    rows = []
+    for name, (title, whole) in _STEPS.items():
+        cells = [ms[f"{name}, replayed"], ms[f"{whole}, exchange"], ms[name]]
+        share = (cells[2] - cells[0]) / cells[1]
+        title = title.format(**sizes)
+        rows.append([title, *(f"{each:.0f}" for each in cells), f"{share:.2f}"])
+    heads = ["forward and backward", "without wire, ms", "exchange alone", "step", "exposed"]
+    caption = (
+        f"{sizes['ranks']} ranks on {_where(result)}, {sizes['mbit_per_s']:g} Mbit/s from each "
+        f"host, {sizes['tokens']} tokens a rank, H = {sizes['hidden']}, I = "
+        f"{sizes['intermediate']}, top-{sizes['top_k']} of {sizes['experts']} experts a rank, "
+        f"float32, {_torch(result)}; medians over {sizes['iterations']} steps in turn, each as "
+        f"long as its slowest rank. Shared experts of {ms['shared experts']:.0f} ms hide "
+        f"{result['hidden_by_shared_experts']:.0%} of the shorter of themselves and a dispatch of "
+        f"{ms['dispatch and combine'] / 2:.0f} ms; a process computes in "
+        f"{result['gloo_cpu']:.1%} of an exchange: `{result['command']}`"
+    )
+    return _page(_table(heads, rows), caption)
+
+
 def _render_gemm(result: Result) -> str:
     """Return the table of experts: BF16 comes last among the ways timed in all findings."""
     findings = result["findings"]
@@ -406,6 +436,7 @@ _RENDERERS: Mapping[str, Callable[[Result], str]] = MappingProxyType(
         "eager": _render_eager,
         "overlap": _render_overlap,
         "hosts": _render_hosts,
+        "exposed": _render_exposed,
         "gemm": _render_gemm,
         "gemm_int8": _render_gemm,
         "gate": _render_gate,

@@ -86,11 +86,16 @@ def positions_of(model: Part, x: Tensor) -> tuple[Tensor, Tensor]:
     return model.rotary_emb(x, position_ids=torch.arange(x.shape[1], device=x.device)[None])
 
 
-def make_model(name: str, group: EPGroup) -> Part:
-    """Make a small model whose MoE blocks are replaced, equal on all ranks. Collective: yes."""
+def make_model(
+    name: str, group: EPGroup, config: EPConfig, sizes: Mapping[str, object] | None = None
+) -> Part:
+    """Make a model whose MoE blocks are replaced, equal on all ranks. Collective: yes.
+
+    sizes: those that differ from SIZES and MODELS.
+    """
     torch.manual_seed(0)
-    model = AutoModel.from_config(AutoConfig.for_model(name, **SIZES, **MODELS[name]))
-    config = EPConfig(mode="normal", max_tokens_per_rank=NUM_SEQUENCES * LENGTH)
+    made = {**SIZES, **MODELS[name], **(sizes or {})}
+    model = AutoModel.from_config(AutoConfig.for_model(name, **made))
     for layer in model.layers:
         if hasattr(layer.mlp, "experts"):
             layer.mlp = ExpertParallelMoE.from_transformers(layer.mlp, group, config)
@@ -138,9 +143,10 @@ def compare(model: Part, batches: list[Tensor]) -> tuple[bool, bool]:
 def main() -> None:
     """Compare both models."""
     dist.init_process_group("gloo")
+    config = EPConfig(mode="normal", max_tokens_per_rank=NUM_SEQUENCES * LENGTH)
     with EPGroup() as group:
         for name in MODELS:
-            model = make_model(name, group)
+            model = make_model(name, group, config)
             torch.manual_seed(1 + group.rank)
             batches = [
                 torch.randn(NUM_SEQUENCES, LENGTH, SIZES["hidden_size"]).requires_grad_()

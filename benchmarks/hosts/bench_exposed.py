@@ -3,16 +3,22 @@
     python -m tests.hosts.launch --hosts 2 --ranks 1 --rate 50mbit benchmarks/hosts/bench_exposed.py
         --output benchmarks/results/cpu_overlap.json
 
-in one line. A step is forward and backward of one layer. Every way to compute it is timed twice:
-over the network, and with the messages of an earlier step, which are then there immediately.
+in one line. A step is forward and backward, of one layer of experts or of decoder layers with
+attention on two micro-batches. Every step is timed twice: over the network, and with the messages
+of an earlier step, which are then there immediately.
 
     exposed = (time of a step - time of a step with recorded messages) / exchange alone
 
-    none     every call waits for its rows
-    chunks   EPConfig(chunks=4), and gradients of experts are computed while those of rows are sent
+    none            one layer; every call waits for its rows
+    chunks          EPConfig(chunks=4), and gradients of experts are computed while those of rows
+                    are sent
+    one by one      decoder layers of Qwen3-MoE; every call waits for its rows
+    micro_batches   the same by interleave()
 
-`exchange` is the time of the messages of a step alone, and `gloo_cpu` the share of it in which this
-process computes. Shared experts are measured in forward alone, where nothing else is hidden:
+The exchange is that of the step in which every call waits, and `balance` the time of that step with
+recorded messages over the exchange: at 1, computation could hide all of it. `gloo_cpu` is the share
+of the exchange in which this process computes. Shared experts are measured in forward alone, where
+nothing else is hidden:
 
     hidden = (time without overlap - time with it) / min(shared experts, exchange of dispatch)
 """
@@ -23,7 +29,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -32,15 +38,20 @@ import torch.distributed as dist
 import typer
 from torch import Tensor
 
-from benchmarks.measuring import Output, ranks_of_torchrun, report_of, write_report
-from epcomm import EPConfig, EPGroup, ExpertParallelExperts
+from benchmarks.hosts.bench_hosts import command_of_hosts
+from benchmarks.measuring import Output, ranks_of_torchrun, report_of, rounded, write_report
+from benchmarks.tables import render
+from epcomm import EPConfig, EPGroup, ExpertParallelExperts, interleave
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.turns import wait_for_all
 from epcomm.calls.transfers import Transfers
 from epcomm.cli.records import takes_records
 from epcomm.testing.data import BatchSpec, make_batch, make_weights, random_ids
+from examples.two_micro_batches import Part, make_model, run_layers
 
 Step = Callable[[], object]
+# Each case, and the step without overlap that has its exchange.
+CASES = {"none": "none", "chunks": "none", "micro_batches": "one by one"}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -105,23 +116,30 @@ class Sizes:
     """The options of a run."""
 
     tokens: Annotated[int, typer.Option(min=1, help="T, on each rank.")] = 512
-    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 512
-    intermediate: Annotated[int, typer.Option(min=1, help="I, of an expert.")] = 2048
-    shared: Annotated[int, typer.Option(min=1, help="I, of the shared experts.")] = 2048
+    hidden: Annotated[int, typer.Option(min=8, help="H, of 4 heads.")] = 256
+    intermediate: Annotated[int, typer.Option(min=1, help="I, of an expert.")] = 4096
+    shared: Annotated[int, typer.Option(min=1, help="I, of the shared experts.")] = 20480
     experts: Annotated[int, typer.Option(min=1, help="Of each rank.")] = 4
-    top_k: Annotated[int, typer.Option(min=1, help="K, random.")] = 2
+    top_k: Annotated[int, typer.Option(min=1, help="K, random.")] = 4
     chunks: Annotated[int, typer.Option(min=2, help="Of the chunked layer.")] = 4
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers, on T / 2 tokens each.")] = 4
+    mbit_per_s: Annotated[float, typer.Option(help="The rate of a host.")] = 50.0
     iterations: Annotated[int, typer.Option(min=1, help="Measured steps of each.")] = 10
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of each before that.")] = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bench:
-    """A layer in two forms, whole and in chunks, with a batch and shared experts."""
+    """A layer in two forms, whole and in chunks, with a batch and shared experts; a model.
+
+    halves: two micro-batches of the model, [1, T / 2, H].
+    """
 
     group: EPGroup
     layers: dict[str, ExpertParallelExperts]
     shared: torch.nn.Sequential
+    model: Part
+    halves: list[Tensor]
     x: Tensor
     dy: Tensor
     topk: Any
@@ -130,7 +148,7 @@ class Bench:
 
     @classmethod
     def of(cls, group: EPGroup, sizes: Sizes) -> Bench:
-        """Make both layers. Collective: yes."""
+        """Make the layers and the model. Collective: yes."""
         spec = BatchSpec(
             hidden_size=sizes.hidden,
             num_local_experts=sizes.experts,
@@ -140,14 +158,18 @@ class Bench:
         )
         weights = make_weights(spec, group.world_size, intermediate_size=sizes.intermediate)
         layers = {}
+        config = EPConfig(mode="normal", backend="collective", max_tokens_per_rank=sizes.tokens)
         for name, chunks in (("none", None), ("chunks", sizes.chunks)):
-            config = EPConfig(
-                mode="normal",
-                backend="collective",
-                chunks=chunks,
-                max_tokens_per_rank=sizes.tokens,
-            )
-            layers[name] = ExpertParallelExperts(weights, group, config, top_k=sizes.top_k)
+            chunked = replace(config, chunks=chunks)
+            layers[name] = ExpertParallelExperts(weights, group, chunked, top_k=sizes.top_k)
+        model_sizes = {
+            "hidden_size": sizes.hidden,
+            "head_dim": sizes.hidden // 4,
+            "moe_intermediate_size": sizes.intermediate,
+            "num_hidden_layers": sizes.layers,
+            "num_experts": sizes.experts * group.world_size,
+            "num_experts_per_tok": sizes.top_k,
+        }
         batch, transfers = make_batch(spec, group.rank, group.world_size), group.calls.transfers
         assert transfers is not None, "calls over gloo are asynchronous"
         shared = torch.nn.Sequential(
@@ -159,6 +181,8 @@ class Bench:
             group=group,
             layers=layers,
             shared=shared,
+            model=make_model("qwen3_moe", group, config, model_sizes),
+            halves=[x.unsqueeze(0).requires_grad_() for x in batch.x.clone().chunk(2)],
             x=batch.x.requires_grad_(),
             dy=batch.dy,
             topk=batch.topk,
@@ -166,11 +190,19 @@ class Bench:
             transfers=transfers,
         )
 
+    @torch.enable_grad()
     def step(self, name: str) -> None:
         """Run forward and backward of a layer. Collective: yes."""
         self.group.calls.transfers = None if name == "none" else self.transfers
-        with torch.enable_grad():
-            self.layers[name](self.x, self.topk).backward(self.dy)
+        self.layers[name](self.x, self.topk).backward(self.dy)
+
+    @torch.enable_grad()
+    def step_model(self, *, overlaps: bool) -> None:
+        """Run forward and backward of the model on both micro-batches. Collective: yes."""
+        self.group.calls.transfers = self.transfers if overlaps else None
+        for xs in [self.halves] if overlaps else [[x] for x in self.halves]:
+            ys = interleave(*(run_layers(self.model, x) for x in xs))
+            torch.stack([y.square().mean() for y in ys]).sum().backward()
 
     def forward(self, *, overlaps: bool) -> Tensor:
         """Run forward of the whole layer with shared experts. Collective: yes."""
@@ -202,12 +234,14 @@ class Bench:
     def measure(self) -> dict[str, object]:
         """Return the shares and the times behind them. Collective: yes."""
         calls: dict[str, Step] = {}
-        for name in self.layers:
-            step = partial(self.step, name)
+        steps: dict[str, Step] = {name: partial(self.step, name) for name in self.layers}
+        steps["one by one"] = partial(self.step_model, overlaps=False)
+        steps["micro_batches"] = partial(self.step_model, overlaps=True)
+        for name, step in steps.items():
             tape = self.tape(step)
             calls |= {name: step, f"{name}, replayed": partial(tape.replay, step)}
-            # The exchange of the layer that sends it in one piece.
-            calls.setdefault("exchange", tape.exchange)
+            if name in CASES.values():
+                calls[f"{name}, exchange"] = tape.exchange
         calls |= {
             "shared experts": partial(self.shared, self.x),
             "dispatch and combine": self.tape(partial(self.forward, overlaps=False)).exchange,
@@ -216,16 +250,20 @@ class Bench:
         }
         seconds = self.seconds(calls)
         before = time.process_time(), time.perf_counter()
-        calls["exchange"]()
+        calls["one by one, exchange"]()
         cpu, wall = time.process_time() - before[0], time.perf_counter() - before[1]
         exposed = {
-            name: (seconds[name] - seconds[f"{name}, replayed"]) / seconds["exchange"]
-            for name in self.layers
+            name: (seconds[name] - seconds[f"{name}, replayed"]) / seconds[f"{of}, exchange"]
+            for name, of in CASES.items()
+        }
+        balance = {
+            of: seconds[f"{of}, replayed"] / seconds[f"{of}, exchange"] for of in CASES.values()
         }
         hidden = seconds["shared experts after"] - seconds["shared experts beside"]
         most = min(seconds["shared experts"], seconds["dispatch and combine"] / 2)
         return {
             "exposed": exposed,
+            "balance": balance,
             "hidden_by_shared_experts": hidden / most,
             "gloo_cpu": max(of_all_ranks(cpu / wall)),
             "ms": {name: 1e3 * each for name, each in seconds.items()},
@@ -238,11 +276,11 @@ def main(sizes: Sizes, output: Output) -> None:
     torch.set_num_threads(1)
     with ranks_of_torchrun() as device, EPGroup(dist.group.WORLD) as group:
         report = report_of("exposed", vars(sizes), device, "benchmarks.hosts.bench_exposed")
+        report["command"] = command_of_hosts(__file__, f"{sizes.mbit_per_s:g}mbit")
         report |= Bench.of(group, sizes).measure()
         write_report(report, output)
         if dist.get_rank() == 0:
-            for name in ("exposed", "hidden_by_shared_experts", "gloo_cpu", "ms"):
-                sys.stdout.write(f"{name}: {report[name]}\n")
+            sys.stdout.write(render(rounded(report)))
 
 
 if __name__ == "__main__":

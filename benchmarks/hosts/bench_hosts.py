@@ -118,11 +118,14 @@ def run(options: BenchOptions, gbit_per_s: float) -> dict[str, object]:
     }
 
 
-def _command(gbit_per_s: float) -> str:
-    num_hosts, num_ranks = int(os.environ["NNODES"]), dist.get_world_size()
-    program = Path(__file__).relative_to(Path(__file__).parents[2])
+def command_of_hosts(program: str, rate: str) -> str:
+    """Return the command that has started a program of this folder on the ranks of hosts.
+
+    rate: what each host may send, as the user says.
+    """
+    num_hosts, num_ranks = int(os.environ.get("NNODES", "1")), dist.get_world_size()
     options = ["--hosts", str(num_hosts), "--ranks", str(num_ranks // num_hosts)]
-    options += ["--rate", f"{gbit_per_s:g}gbit", str(program), *sys.argv[1:]]
+    options += ["--rate", rate, f"benchmarks/hosts/{Path(program).name}", *sys.argv[1:]]
     return shlex.join(["python", "-m", "tests.hosts.launch", *options])
 
 
@@ -155,7 +158,7 @@ def main(sizes: Sizes, output: Output) -> None:
             dtype=sizes.dtype,
             iterations=sizes.iterations,
             warm_up=sizes.warm_up,
-            command=_command(sizes.gbit_per_s),
+            command=command_of_hosts(__file__, f"{sizes.gbit_per_s:g}gbit"),
         )
         result = rounded(run(options, sizes.gbit_per_s))
         write_report(result, output)

@@ -37,14 +37,17 @@ def test_exposed_shares_are_written() -> None:
     with shared_folder() as folder:
         output = folder / "result.json"
         program = REPO / "benchmarks/hosts/bench_exposed.py"
-        run_program(program, *sizes.split(), "--output", str(output))
+        printed = run_program(program, *sizes.split(), "--output", str(output))
         if dist.get_rank() != 0:
             return
         written = json.loads(output.read_text())
-    assert list(written["exposed"]) == ["none", "chunks"]
+    assert render(written) in printed
+    assert list(written["exposed"]) == ["none", "chunks", "micro_batches"]
+    assert list(written["balance"]) == ["none", "one by one"]
     assert written["gloo_cpu"] > 0
-    # Two messages each way, and two in backward.
-    assert written["ms"]["exchange"] > written["ms"]["dispatch and combine"] > 0
+    # Two messages each way, and two in backward; eight times as many in four decoder layers.
+    ms = written["ms"]
+    assert ms["one by one, exchange"] > ms["none, exchange"] > ms["dispatch and combine"] > 0
 
 
 def test_every_step_of_training_agrees_with_one_process() -> None:

@@ -30,8 +30,6 @@ STEPS = {"micro-batches one by one": False, "two micro-batches in turn": True}
 # Ranges of calls that the caller makes itself, and in which it waits for others.
 _SENT = frozenset({"dispatch", "combine", "dispatch_backward", "combine_backward"})
 _WAITED = frozenset({*_SENT, "dispatch_wait", "combine_wait", "backward_wait"})
-# Text as text, and the same file from the same trace.
-_SVG = {"svg.fonttype": "none", "svg.hashsalt": "epcomm", "path.simplify": False}
 
 
 def draw(events: Sequence[Event]) -> Figure:
@@ -80,7 +78,8 @@ def main(
         events = trace(steps, group)
         if group.rank == 0:
             trace_file.write_text(as_json(events), encoding="utf-8")
-            with rc_context(_SVG):
+            # Text as text, and the same file from the same trace.
+            with rc_context({"svg.fonttype": "none", "svg.hashsalt": "epcomm"}):
                 draw(events).savefig(picture, metadata={"Date": None})
 
 

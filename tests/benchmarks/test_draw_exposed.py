@@ -1,5 +1,7 @@
 """The picture of two steps shows when the first rank sends and when it computes."""
 
+import numpy as np
+
 from benchmarks.hosts.draw_exposed import STEPS, draw
 
 
@@ -21,7 +23,10 @@ def test_a_picture_shows_sends_and_waits_since_the_start_of_each_step() -> None:
         f"{first}, 9 ms",
         f"{second}, 6 ms",
     ]
-    shown = [[patch.get_xy()[::2, 0].tolist() for patch in panel.patches] for panel in figure.axes]
+    shown = [
+        [np.asarray(patch.get_path().vertices)[::2, 0].tolist() for patch in panel.patches]
+        for panel in figure.axes
+    ]
     # The corners of each bar, and the point that closes the outline: sends, the step, waits.
     exchanges = [2, 5, 8, 9, 2]
     assert shown == [[exchanges, [0, 9, 0], exchanges], [[1, 4, 1], [0, 6, 0], [3, 4, 3]]]

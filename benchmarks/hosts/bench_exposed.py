@@ -117,14 +117,14 @@ class Sizes:
 
     tokens: Annotated[int, typer.Option(min=1, help="T, on each rank.")] = 512
     hidden: Annotated[int, typer.Option(min=8, help="H, of 4 heads.")] = 256
-    intermediate: Annotated[int, typer.Option(min=1, help="I, of an expert.")] = 4096
-    shared: Annotated[int, typer.Option(min=1, help="I, of the shared experts.")] = 20480
+    intermediate: Annotated[int, typer.Option(min=1, help="I, of an expert.")] = 8192
+    shared: Annotated[int, typer.Option(min=1, help="I, of the shared experts.")] = 32768
     experts: Annotated[int, typer.Option(min=1, help="Of each rank.")] = 4
     top_k: Annotated[int, typer.Option(min=1, help="K, random.")] = 4
     chunks: Annotated[int, typer.Option(min=2, help="Of the chunked layer.")] = 4
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers, on T / 2 tokens each.")] = 4
     mbit_per_s: Annotated[float, typer.Option(help="The rate of a host.")] = 50.0
-    iterations: Annotated[int, typer.Option(min=1, help="Measured steps of each.")] = 10
+    iterations: Annotated[int, typer.Option(min=1, help="Measured steps of each.")] = 8
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of each before that.")] = 2
 
 

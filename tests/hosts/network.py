@@ -25,8 +25,9 @@ from functools import cache
 
 # The interface of a host to the others, for example for GLOO_SOCKET_IFNAME.
 INTERFACE = "eth0"
-# Burst and latency of a token bucket filter.
-SHAPE = ("burst", "256kb", "latency", "100ms")
+# Latency of a token bucket filter, and its burst: what a host that was idle sends at once. With a
+# burst as long as a message, each message after a computation would take no time.
+LATENCY, BURST_S, MOST_BURST = "100ms", 0.005, 2**18
 _NAME = re.compile(r"epcomm-(\d+)-[\w-]+")
 # Runs a command with $0 as the host name.
 _FURNISH = 'hostname "$0" && mount -t tmpfs shm /dev/shm && exec "$@"'
@@ -142,8 +143,9 @@ def make_hosts(num_hosts: int, *, rate: str | None = None) -> Iterator[list[Host
         for host in hosts:
             _join(host, bridge)
             if rate is not None:
-                shaped = f"qdisc add dev {INTERFACE} root tbf rate {rate}".split()
-                _run(["tc", "-n", host.namespace, *shaped, *SHAPE])
+                shaped = f"rate {rate} burst {_burst_of(rate)} latency {LATENCY}".split()
+                add = f"qdisc add dev {INTERFACE} root tbf".split()
+                _run(["tc", "-n", host.namespace, *add, *shaped])
         yield hosts
     finally:
         # A process that was forked in this context also leaves the host when it ends.
@@ -161,6 +163,13 @@ def sent_bytes() -> int:
             if name.strip() == INTERFACE:
                 return int(counts.split()[8])
     raise HostsError(f"this process has no interface {INTERFACE}; it runs on no host")
+
+
+def _burst_of(rate: str) -> int:
+    """Return the bytes of a burst at a rate such as `1gbit`."""
+    number, unit = rate.removesuffix("bit")[:-1], rate.removesuffix("bit")[-1:]
+    bits_per_s = float(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit]
+    return min(int(bits_per_s / 8 * BURST_S), MOST_BURST)
 
 
 def _join(host: Host, bridge: str) -> None:

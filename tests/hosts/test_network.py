@@ -1,3 +1,4 @@
+import socket
 import subprocess
 import sys
 import time
@@ -30,3 +31,21 @@ def test_launch_passes_exit_codes_on(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "exitcode  : 3" in done.stderr
     assert time.monotonic() - start_s < LIMIT_S
+
+
+def test_a_host_that_was_idle_sends_at_its_rate() -> None:
+    num_bytes = missing = 100_000
+    with network.make_hosts(2, rate="20mbit") as (first, second):
+        with first.inside():
+            server = socket.create_server((first.address, 0))
+        with second.inside():
+            sender = socket.create_connection(server.getsockname())
+        with server, sender, server.accept()[0] as receiver:
+            time.sleep(0.2)
+            start_s = time.monotonic()
+            sender.sendall(bytes(num_bytes))
+            while missing > 0:
+                missing -= len(receiver.recv(num_bytes))
+            taken_s = time.monotonic() - start_s
+    # At the rate they take 40 ms; a burst of 5 ms of the rate is sent at once.
+    assert taken_s > 0.03

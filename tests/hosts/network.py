@@ -27,7 +27,7 @@ from functools import cache
 INTERFACE = "eth0"
 # Latency of a token bucket filter, and its burst: what a host that was idle sends at once. With a
 # burst as long as a message, each message after a computation would take no time.
-LATENCY, BURST_S, MOST_BURST = "100ms", 0.005, 2**18
+LATENCY, BURST_S, BURST_LIMITS = "100ms", 0.005, (2**14, 2**18)
 _NAME = re.compile(r"epcomm-(\d+)-[\w-]+")
 # Runs a command with $0 as the host name.
 _FURNISH = 'hostname "$0" && mount -t tmpfs shm /dev/shm && exec "$@"'
@@ -169,7 +169,8 @@ def _burst_of(rate: str) -> int:
     """Return the bytes of a burst at a rate such as `1gbit`."""
     number, unit = rate.removesuffix("bit")[:-1], rate.removesuffix("bit")[-1:]
     bits_per_s = float(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit]
-    return min(int(bits_per_s / 8 * BURST_S), MOST_BURST)
+    least, most = BURST_LIMITS
+    return min(max(int(bits_per_s / 8 * BURST_S), least), most)
 
 
 def _join(host: Host, bridge: str) -> None:

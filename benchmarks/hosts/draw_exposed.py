@@ -41,7 +41,6 @@ def draw(events: Sequence[Event]) -> Figure:
         (whole,) = (event for event in mine if event["name"] == step)
         length_us = whole["dur"]
         inside = [event for event in mine if 0 <= event["ts"] - whole["ts"] < length_us]
-        inside.sort(key=lambda event: event["ts"])
         sent = [each for each in inside if each["tid"] == "transfers" or each["name"] in _SENT]
         waited = [each for each in inside if each["name"] in _WAITED and each["tid"] == "caller"]
         for row, shown, color in (
@@ -49,16 +48,9 @@ def draw(events: Sequence[Event]) -> Figure:
             (1, [whole], "tab:blue"),
             (1, waited, "white"),
         ):
-            # One outline of all events, in milliseconds since the start of the step.
-            spans = [(each["ts"] - whole["ts"], each["dur"]) for each in shown]
-            edges = [(us / 1e3, (us + length) / 1e3) for us, length in spans]
-            panel.fill(
-                [edge for start, end in edges for edge in (start, start, end, end)],
-                [row + height for _ in edges for height in (0.1, 0.9, 0.9, 0.1)],
-                color=color,
-                linewidth=0,
-            )
-        panel.set_yticks([0.5, 1.5], ["sends", "computes"])
+            bars = [((each["ts"] - whole["ts"]) / 1e3, each["dur"] / 1e3) for each in shown]
+            panel.broken_barh(bars, (row, 0.8), color=color, linewidth=0)
+        panel.set_yticks([0.4, 1.4], ["sends", "computes"])
         panel.set_title(f"{step}, {length_us / 1e3:.0f} ms", loc="left", fontsize="medium")
     panels[-1].set_xlabel("ms")
     return figure

@@ -117,7 +117,7 @@ class Sizes:
 
     tokens: Annotated[int, typer.Option(min=1, help="T, on each rank.")] = 512
     hidden: Annotated[int, typer.Option(min=8, help="H, of 4 heads.")] = 256
-    intermediate: Annotated[int, typer.Option(min=1, help="I, of an expert.")] = 8192
+    intermediate: Annotated[int, typer.Option(min=1, help="I, of an expert.")] = 7168
     shared: Annotated[int, typer.Option(min=1, help="I, of the shared experts.")] = 32768
     experts: Annotated[int, typer.Option(min=1, help="Of each rank.")] = 4
     top_k: Annotated[int, typer.Option(min=1, help="K, random.")] = 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -28,16 +27,6 @@ def e4m3_value(code: int) -> float:
 POSITIVE = [e4m3_value(code) for code in range(127)]
 
 
-def e4m3_code(value: float) -> int:
-    """Return the nearest code, ties to even; refuse values beyond the table."""
-    magnitude = Fraction(abs(value))
-    assert magnitude < Fraction(464), f"{value} would saturate"
-    above = min(bisect_left(POSITIVE, abs(value)), len(POSITIVE) - 1)
-    candidates = {max(above - 1, 0), above}
-    code = min(candidates, key=lambda c: (abs(Fraction(POSITIVE[c]) - magnitude), c % 2))
-    return code | (0x80 if math.copysign(1.0, value) < 0 else 0)
-
-
 def half_ulp(magnitude: float) -> float:
     """Return half the distance between the two e4m3 numbers around a magnitude of at most 448."""
     exponent = max(math.frexp(magnitude)[1] - 1, -6) if magnitude else -6
@@ -52,20 +41,6 @@ def smallest_exponent(amax: float) -> int:
     return exponent
 
 
-def fp8_block(elements: NDArray[np.float32], *, is_power_of_two: bool) -> tuple[list[int], float]:
-    """Return codes and scale of one block; NaN for a block that is not finite."""
-    if not np.isfinite(elements).all():
-        return [0x7F] * len(elements), math.nan
-    amax = max(F32(np.abs(elements).max()), F32(1e-4))
-    if is_power_of_two:
-        scale = F32(2.0) ** F32(smallest_exponent(float(amax)))
-        scaled = elements / scale
-    else:
-        scale = amax * F32(1 / 448)
-        scaled = elements * (F32(448) / amax)
-    return [e4m3_code(float(value)) for value in scaled], float(scale)
-
-
 def float16_toward_zero(values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Truncate to float16: round as numpy does, and step back if that went away from zero."""
     nearest = values.astype(np.float16)
@@ -73,22 +48,29 @@ def float16_toward_zero(values: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.where(is_beyond, np.nextafter(nearest, np.float16(0)), nearest).astype(np.float32)
 
 
-def int8_row(elements: NDArray[np.float32], profile: str) -> tuple[list[int], float]:
-    """Return codes and scale of one row whose scale is a normal number."""
-    amax = F32(np.abs(elements).max())
-    if profile.startswith("rint127"):
-        factor = F32(127) / (amax + F32(1e-12 if profile.endswith("eps") else 0))
-        return np.rint(elements * factor).astype(int).tolist(), float(F32(1) / factor)
-    scale = amax / F32(127)
-    quotients = elements / scale
-    if profile == "div":
-        codes = np.rint(quotients)
-    elif profile == "triton":
-        codes = np.clip(np.floor(quotients + F32(0.5)), -128, 127)
-    else:
-        cut = float16_toward_zero(quotients)
-        codes = np.sign(cut) * np.floor(np.abs(cut) + F32(0.5))
-    return codes.astype(int).tolist(), float(scale)
+def int8_rows(x: NDArray[np.float32], profile: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Return codes [R, H] and scales [R, 1] of rows [R, H]."""
+    with np.errstate(all="ignore"):
+        amax = np.abs(x).max(1, keepdims=True)
+        is_finite = np.isfinite(amax)
+        if profile.startswith("rint127"):
+            factor = F32(127) / (amax + F32(1e-12 if profile.endswith("eps") else 0))
+            codes, scales, is_usable = np.rint(x * factor), F32(1) / factor, np.isfinite(factor)
+        else:
+            scales = amax / F32(127)
+            quotients, is_usable = x / scales, scales > 0
+            if profile == "div":
+                codes = np.rint(quotients)
+            elif profile == "triton":
+                codes = np.floor(quotients + F32(0.5))
+            else:
+                cut = float16_toward_zero(quotients)
+                codes = np.sign(cut) * np.floor(np.abs(cut) + F32(0.5))
+    codes = np.where(is_finite & is_usable, codes, 0).clip(
+        -128 if profile == "triton" else -127, 127
+    )
+    scales = np.where(is_finite, np.where(is_usable, scales, 0), math.nan)
+    return codes.astype(np.int8), scales.astype(F32)
 
 
 # The magnitudes of e2m1: S EE F, bias 1, neither infinity nor NaN.
@@ -97,11 +79,11 @@ E4M3 = np.array(POSITIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroRows:
-    """codes [R, H]; bytes of the scales of blocks [R, S]; scales of rows [R, 1]; values [R, H]."""
+class FloatRows:
+    """codes [R, H]; scales of blocks [R, S], bytes or float32; of rows [R, 1]; values [R, H]."""
 
     codes: NDArray[np.uint8]
-    scales: NDArray[np.uint8]
+    scales: NDArray[np.uint8] | NDArray[np.float32]
     row_scales: NDArray[np.float32]
     values: NDArray[np.float32]
 
@@ -114,13 +96,16 @@ def nearest(magnitudes: NDArray[np.float64], table: NDArray[np.float64]) -> NDAr
     return np.where(takes_high, above, above - 1)
 
 
-def micro_rows(x: NDArray[np.float32], name: str) -> MicroRows:
-    """Return rows [R, H] in mxfp8, mxfp4 or nvfp4; H is a multiple of the block."""
-    table, block = (E4M3 if name == "mxfp8" else E2M1), 16 if name == "nvfp4" else 32
+def float_rows(x: NDArray[np.float32], name: str, block: int, *, has_exponents: bool) -> FloatRows:
+    """Return rows [R, H] in fp8_e4m3, mxfp8, mxfp4 or nvfp4, the last block padded with zeros."""
+    table, hidden_size = E4M3 if "fp8" in name else E2M1, x.shape[1]
     with np.errstate(invalid="ignore"):
-        blocks = x.astype(np.float64).reshape(len(x), -1, block)
+        padded = np.pad(x.astype(np.float64), ((0, 0), (0, -hidden_size % block)))
+    blocks = padded.reshape(len(x), -1, block)
     is_finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(blocks), axis=2)
     amax = np.where(is_finite, np.abs(np.where(np.isfinite(blocks), blocks, 0)).max(2), 0)
+    if name == "fp8_e4m3":
+        amax = np.maximum(amax, F32(1e-4))
     rows: NDArray[np.float32] = np.ones((len(x), 1), F32)
     if name == "nvfp4":
         rows = np.maximum(amax.max(1, keepdims=True), 2688 * 2.0**-120).astype(F32) / F32(2688)
@@ -128,12 +113,15 @@ def micro_rows(x: NDArray[np.float32], name: str) -> MicroRows:
         scales = nearest(wanted.astype(np.float64), E4M3)
         of_blocks = E4M3[scales].astype(F32)
         factors, values_of_scales = F32(1) / rows / of_blocks, rows * of_blocks
-    else:
+    elif has_exponents:
         # frexp: amax / most = f * 2**e with 0.5 <= f < 1, so that 2**e is as large or larger.
         fraction, exponent = np.frexp(amax / table[-1])
         exponent = np.maximum(np.where(amax > 0, exponent - (fraction == 0.5), -127), -127)
         scales, factors = exponent + 127, np.ldexp(1.0, -exponent).astype(F32)
         values_of_scales = np.ldexp(1.0, exponent).astype(F32)
+    else:
+        scales = values_of_scales = amax.astype(F32) * F32(1 / 448)
+        factors = F32(448) / amax.astype(F32)
     with np.errstate(invalid="ignore", over="ignore"):
         scaled = blocks.astype(F32) * factors[:, :, None]
     scaled = np.where(is_finite[:, :, None], scaled, 0)
@@ -143,13 +131,13 @@ def micro_rows(x: NDArray[np.float32], name: str) -> MicroRows:
         values = signed * values_of_scales[:, :, None]
     codes += np.signbit(scaled) * (8 if len(table) == 8 else 128)
     # NaN has a code in e4m3 alone.
-    nothing = 0x7F if name == "mxfp8" else 0
-    codes = np.where(is_finite[:, :, None], codes, nothing).astype(np.uint8)
-    scales = np.where(is_finite, scales, 0x7F if name == "nvfp4" else 0xFF).astype(np.uint8)
+    codes = np.where(is_finite[:, :, None], codes, 0x7F if len(table) > 8 else 0).astype(np.uint8)
+    nan_of_scales = 0xFF if has_exponents else 0x7F if name == "nvfp4" else math.nan
+    scales = np.where(is_finite, scales, nan_of_scales)
     values = np.where(is_finite[:, :, None], values, np.nan).astype(F32)
-    return MicroRows(
-        codes=codes.reshape(x.shape),
-        scales=scales,
+    return FloatRows(
+        codes=codes.reshape(len(x), -1)[:, :hidden_size],
+        scales=scales.astype(F32 if scales.dtype.kind == "f" else np.uint8),
         row_scales=rows,
-        values=values.reshape(x.shape),
+        values=values.reshape(len(x), -1)[:, :hidden_size],
     )

@@ -26,12 +26,38 @@ def varied_rows(hidden_size: int, dtype: torch.dtype, *, seed: int = 0) -> Tenso
     return rows.to(dtype)
 
 
-def all_bfloat16(*, is_shuffled: bool) -> Tensor:
-    """Make rows [256, 256] of all bfloat16 values: by their bits, or in any order."""
-    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
-    if is_shuffled:
-        values = values[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
-    return values.view(256, 256)
+def all_values(dtype: torch.dtype) -> Tensor:
+    """Make rows [256, 256] of every pattern of 16 bits, ascending; float32 ends in random bits."""
+    return _of_bits(torch.arange(2**16), dtype).view(256, 256)
+
+
+def largest_of_blocks(dtype: torch.dtype, block: int) -> Tensor:
+    """Make rows [256, 128 * block] in which every pattern is the largest magnitude of one block.
+
+    It has any sign and any position in its block. Other elements are up to 20 binades smaller, and
+    blocks of a row 16 binades, which E4M3 scales distinguish.
+    """
+    generator = torch.Generator().manual_seed(0)
+    binade = 1024 if dtype is torch.float16 else 128
+
+    def below(most: int, columns: int) -> Tensor:
+        return torch.randint(0, most, (2**15, columns), generator=generator)
+
+    largest = torch.arange(2**15).view(-1, 16 * binade)
+    order = torch.randperm(16 * binade, generator=generator)
+    largest = largest[:, order].view(-1, 1)
+    bits = (largest - below(20 * binade, block)).clamp(min=0)
+    bits.scatter_(1, below(block, 1), largest)
+    return _of_bits(bits + 2**15 * below(2, block), dtype).view(256, -1)
+
+
+def _of_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of patterns of 16 bits, to which float32 appends random bits."""
+    if dtype is torch.float32:
+        generator = torch.Generator().manual_seed(1)
+        bits = (bits << 16) + torch.randint(0, 2**16, bits.shape, generator=generator)
+        return bits.to(torch.int32).view(dtype)
+    return bits.to(torch.int16).view(dtype)
 
 
 def half_neighbours() -> Tensor:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from epcomm import ConfigError, ShapeError, WireDtype, WireFormat, WireTensor
 from epcomm.quantization import INT8_PER_TOKEN, Int8Profile, dequantize, quantize
 from tests.quantization import oracle
-from tests.quantization.rows import INF, NAN, half_neighbours, varied_rows
+from tests.quantization.rows import (
+    INF,
+    NAN,
+    all_values,
+    half_neighbours,
+    largest_of_blocks,
+    varied_rows,
+)
 
 CONTRACT = Path(__file__).parents[1] / "contracts" / "ascend_quant_profiles.json"
 GOLDEN = json.loads(CONTRACT.read_text("utf-8"))
 X = torch.tensor(GOLDEN["x"]["values"], dtype=torch.bfloat16)
 PROFILES = list(Int8Profile)
-# Rows of varied_rows() whose scales are normal numbers, in every dtype.
-ORDINARY = [0, 2, 3, 4, 8]
 
 
 def scales_of(wire: WireTensor) -> torch.Tensor:
@@ -64,12 +70,21 @@ def test_profiles_differ_where_it_is_recorded() -> None:
 @pytest.mark.parametrize("hidden_size", [1, 37, 300])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_bits_equal_the_oracle(profile: Int8Profile, hidden_size: int, dtype: torch.dtype) -> None:
-    x = varied_rows(hidden_size, dtype)[ORDINARY]
+    check_bits(varied_rows(hidden_size, dtype), profile)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_all_values_have_the_bits_of_the_oracle(profile: Int8Profile, dtype: torch.dtype) -> None:
+    check_bits(all_values(dtype), profile)
+    check_bits(largest_of_blocks(dtype, 16).view(-1, 16), profile)
+
+
+def check_bits(x: torch.Tensor, profile: Int8Profile) -> None:
     wire = quantize(x, INT8_PER_TOKEN, profile=profile)
-    for row, elements in enumerate(x.float().numpy()):
-        codes, scale = oracle.int8_row(elements, profile.value)
-        assert wire.data[row].tolist() == codes
-        assert scales_of(wire)[row].item() == scale
+    codes, scales = oracle.int8_rows(x.float().numpy(), profile.value)
+    assert np.array_equal(wire.data.numpy(), codes)
+    assert np.array_equal(scales_of(wire).numpy(), scales, equal_nan=True)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -77,9 +92,9 @@ def test_neighbours_of_halves(profile: Int8Profile) -> None:
     """The float32 below 0.5, plus 0.5, is 1: only a cut to float16 keeps it below."""
     x = half_neighbours()
     wire = quantize(x, INT8_PER_TOKEN, profile=profile)
-    codes, scale = oracle.int8_row(x[0].numpy(), profile.value)
-    assert scale == 1.0
-    assert wire.data[0].tolist() == codes
+    codes, scales = oracle.int8_rows(x.numpy(), profile.value)
+    assert scales == 1.0
+    assert wire.data.tolist() == codes.tolist()
     below_half = {Int8Profile.TRITON: 1}.get(profile, 0)
     assert wire.data[0, 1].item() == below_half
 

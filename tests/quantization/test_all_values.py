@@ -1,0 +1,124 @@
+"""All values of 16 bits in blocks: floats of 8 and 4 bits by an oracle, all formats by torchao."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import WireDtype, WireFormat, WireTensor
+from epcomm.quantization import (
+    FP8_FLOAT32_SCALES,
+    INT8_PER_TOKEN,
+    KNOWN_FORMATS,
+    Int8Profile,
+    dequantize,
+    quantize,
+    split_scales,
+)
+from tests.quantization import oracle
+from tests.quantization.rows import all_values, as_bytes, largest_of_blocks
+
+FORMATS = [each for each in KNOWN_FORMATS if each != INT8_PER_TOKEN]
+ARRANGEMENTS = ("in order", "largest of blocks")
+
+
+def arranged(arrangement: str, dtype: torch.dtype, wire_format: WireFormat) -> Tensor:
+    if arrangement == "in order":
+        return all_values(dtype)
+    return largest_of_blocks(dtype, wire_format.scale_block or 128)
+
+
+def codes_of(wire: WireTensor) -> Tensor:
+    """Return one code an element."""
+    data = as_bytes(wire.data)
+    if wire.format.dtype.per_item == 1:
+        return data
+    return torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("wire_format", FORMATS, ids=str)
+def test_all_values_have_the_bits_of_the_oracle(
+    wire_format: WireFormat, dtype: torch.dtype, arrangement: str
+) -> None:
+    x = arranged(arrangement, dtype, wire_format)
+    wire = quantize(x, wire_format)
+    rows, blocks = split_scales(wire)
+    expected = oracle.float_rows(
+        x.float().numpy(),
+        wire_format.dtype.value,
+        wire_format.scale_block or 128,
+        has_exponents=wire_format.has_exponents,
+    )
+    scales = blocks if blocks.dtype is torch.float32 else as_bytes(blocks)
+    assert np.array_equal(scales.numpy(), expected.scales, equal_nan=scales is blocks)
+    assert np.array_equal(codes_of(wire).numpy(), expected.codes)
+    if rows is not None:
+        assert np.array_equal(rows.numpy(), expected.row_scales)
+    found = dequantize(wire, torch.float32).numpy()
+    assert np.array_equal(found, expected.values, equal_nan=True)
+
+
+def torchao() -> dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    """Return functions that give the scales of blocks and the data of torchao."""
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    fp8 = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")
+
+    def of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+        scales = [nv.per_tensor_amax_to_scale(row.abs().max()) for row in x]
+        parts = [nv.nvfp4_quantize(x[row : row + 1], 16, scale) for row, scale in enumerate(scales)]
+        return torch.cat([p[0].view(torch.uint8) for p in parts]), torch.cat([p[1] for p in parts])
+
+    rounding_up = mx.ScaleCalculationMode.RCEIL
+    return {
+        "fp8_e4m3/128": lambda x: fp8.torch_blockwise_scale_act_quant_lhs(x)[::-1],
+        "fp8_e4m3/128/ue8m0": lambda x: mx.to_mx(x, torch.float8_e4m3fn, 128, rounding_up),
+        "mxfp8": lambda x: mx.to_mx(x, torch.float8_e4m3fn, 32, rounding_up),
+        "mxfp4": lambda x: mx.to_mx(x, torch.float4_e2m1fn_x2, 32, rounding_up),
+        "nvfp4": of_rows,
+    }
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("wire_format", FORMATS, ids=str)
+def test_bits_are_those_of_torchao(wire_format: WireFormat, arrangement: str) -> None:
+    x = arranged(arrangement, torch.bfloat16, wire_format)
+    # torchao has other rules for blocks that are no numbers, and for the least scales.
+    blocks = x.view(-1, wire_format.scale_block or 128)
+    amax, is_fp8 = blocks.abs().amax(1), wire_format.dtype is WireDtype.FP8_E4M3
+    is_usual = blocks.isfinite().all(1) & (amax > (2e-4 if is_fp8 else 2.0**-100))
+    if not is_fp8:
+        is_usual |= amax == 0
+    x = blocks[is_usual][: int(is_usual.sum()) // 16 * 16].view(-1, 16 * blocks.shape[1])
+    wire = quantize(x, wire_format)
+    scales, data = torchao()[str(wire_format)](x)
+    assert torch.equal(as_bytes(wire.data), as_bytes(data))
+    found = split_scales(wire)[1]
+    if wire_format == FP8_FLOAT32_SCALES:
+        # torchao inverts the factor, which is a second rounding; DeepEP does not.
+        torch.testing.assert_close(found, scales, rtol=4 * 2.0**-24, atol=0.0)
+    else:
+        assert torch.equal(as_bytes(found), as_bytes(scales))
+
+
+def test_int8_scales_are_those_of_torchao_and_codes_but_for_ties() -> None:
+    ao = pytest.importorskip("torchao.quantization.quant_primitives")
+    x = largest_of_blocks(torch.bfloat16, 128).view(-1, 128).float()
+    x = x[x.isfinite().all(1) & (x.abs().amax(1) > 1e-30)]
+    shape = ([1, 128], torch.int8, -127, 127)
+    options = {"eps": 0.0, "scale_dtype": torch.float32, "keepdim": True}
+    scales, zero = ao.choose_qparams_affine(x, ao.MappingType.SYMMETRIC, *shape, **options)
+    wire = quantize(x, INT8_PER_TOKEN, profile=Int8Profile.DIV)
+    assert wire.scales is not None
+    assert torch.equal(wire.scales, scales)
+    codes = ao.quantize_affine(x, shape[0], scales, zero, *shape[1:])
+    # torchao multiplies by a reciprocal, so that a quotient of 127 at most is rounded once more.
+    quotients = x.double() / scales.double()
+    is_tie = ((quotients.abs() % 1) - 0.5).abs() < 127 * 2 * 2.0**-24
+    assert torch.equal(wire.data[~is_tie], codes[~is_tie])

@@ -113,7 +113,8 @@ def test_all_values(case: Case, dtype: torch.dtype, device: torch.device) -> Non
 # Blocks of fp8_e4m3 have one arithmetic; the smallest ones take the least time.
 @pytest.mark.parametrize("case", [*CASES[2:4], *CASES[5:]], ids=lambda case: case.id)
 def test_all_values_are_the_largest_of_a_block(case: Case, device: torch.device) -> None:
-    x = largest_of_blocks(torch.float32, case.format.scale_block or 8)
+    # Few fraction bits make many ties; the interpreter misreads subnormal numbers of bfloat16.
+    x = largest_of_blocks(torch.bfloat16, case.format.scale_block or 8).float()
     if case.format.dtype is WireDtype.INT8:
         x = x.view(-1, 8)
         if IS_INTERPRETED:

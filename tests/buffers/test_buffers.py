@@ -10,10 +10,19 @@ import pytest
 import torch
 
 from epcomm import EPGroup, Mode, WireDtype, WireFormat
-from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
+from epcomm.buffers.requirements import carrying_reasons
+from epcomm.quantization import (
+    FP8_FLOAT32_SCALES,
+    FP8_POWER_OF_TWO_SCALES,
+    INT8_PER_TOKEN,
+    dequantize,
+    quantize,
+)
 from epcomm.registry import buffer_class
 from epcomm.spec import HostLayout
 from epcomm.testing import buffer_suite
+from epcomm.testing.data import BatchSpec
+from epcomm.types import SUM_DTYPES, RowsPer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -115,8 +124,9 @@ def test_buffer_over_mpi_keeps_its_contract(scenario: str, case: str, ep_ranks: 
     run(scenario, case, ep_ranks)
 
 
-# Eight or four bits on the wire, everywhere. They change the rows, but not the exchange.
-QUANTIZED = {
+# Eight or four bits on the wire change the rows, but not the exchange.
+FORMATS = {
+    "bf16": None,
     "fp8": FP8_FLOAT32_SCALES,
     "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES,
     "int8": INT8_PER_TOKEN,
@@ -124,18 +134,28 @@ QUANTIZED = {
     "mxfp4": WireFormat(dtype=WireDtype.MXFP4),
     "nvfp4": WireFormat(dtype=WireDtype.NVFP4),
 }
+# Formats that EPConfig.combine_dtype names.
+SUMS = [
+    name
+    for name, each in FORMATS.items()
+    if each is None or (each.dtype in SUM_DTYPES and each == WireFormat(dtype=each.dtype))
+]
+FORMAT_CASES = {**CASES, "shared_memory_low": Case("SharedMemoryBuffer", Mode.LOW_LATENCY)}
 # Shared memory sends the same messages as the collective buffer.
 QUANTIZED_CASES = [name for name in CASES if name != "shared_memory"]
 # Rows of several scale blocks with a short last block, and padding slots.
 BLOCKS = replace(buffer_suite.BATCH_SPECS["holes"], hidden_size=300, dtype=torch.bfloat16)
 
 
-def quantized_env(group: EPGroup, case: str, wire: str) -> buffer_suite.BufferEnv:
+def format_env(
+    group: EPGroup, case: str, *, wire: str = "bf16", combine: str = "bf16"
+) -> buffer_suite.BufferEnv:
     return buffer_suite.BufferEnv(
         group=group,
-        backend=CASES[case].backend,
-        mode=CASES[case].mode,
-        wire=QUANTIZED[wire],
+        backend=FORMAT_CASES[case].backend,
+        mode=FORMAT_CASES[case].mode,
+        wire=FORMATS[wire],
+        combine=FORMATS[combine],
     )
 
 
@@ -145,27 +165,60 @@ def quantized_env(group: EPGroup, case: str, wire: str) -> buffer_suite.BufferEn
 def test_quantized_rows_keep_the_contract(
     scenario: str, case: str, wire: str, group: EPGroup
 ) -> None:
-    buffer_suite.run_scenario(scenario, quantized_env(group, case, wire))
+    buffer_suite.run_scenario(scenario, format_env(group, case, wire=wire))
 
 
 @pytest.mark.ranks(2, slow=(4,))
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("wire", ["fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("combine", SUMS[1:])
 @pytest.mark.parametrize("scenario", ["holes", "traffic", "stand_alone", "combine_faults"])
-def test_quantised_sums_keep_the_contract(scenario: str, wire: str, case: str) -> None:
+def test_quantised_sums_keep_the_contract(scenario: str, combine: str, case: str) -> None:
     with EPGroup() as group:
-        env = replace(quantized_env(group, case, wire), wire=None, combine=QUANTIZED[wire])
-        if QUANTIZED[wire].dtype in env.caps.backward_dtypes:
+        env = format_env(group, case, combine=combine)
+        assert env.combine is not None, "bf16 is left out"
+        if env.combine.dtype in env.caps.backward_dtypes:
             env = replace(env, backward=env.combine)
         buffer_suite.run_scenario(scenario, env)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wire", QUANTIZED)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("wire", FORMATS)
+@pytest.mark.parametrize("case", FORMAT_CASES)
 def test_rows_of_several_blocks_arrive_bit_equal_also_if_quantised_already(
     case: str, wire: str, group: EPGroup
 ) -> None:
-    env = quantized_env(group, case, wire)
+    env = format_env(group, case, wire=wire)
     buffer_suite.check_batch(env, BLOCKS)
     buffer_suite.check_wire_tensors(env, BLOCKS)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("combine", SUMS)
+@pytest.mark.parametrize("case", FORMAT_CASES)
+def test_sums_arrive_as_the_codec_restores_them(case: str, combine: str, group: EPGroup) -> None:
+    check_sums(format_env(group, case, combine=combine))
+
+
+def carries_sums(env: buffer_suite.BufferEnv, spec: BatchSpec) -> bool:
+    """Return whether the buffer declares the format of sums; check that plans refuse it if not."""
+    if env.combine is None or env.combine.dtype in env.caps.combine_dtypes:
+        return True
+    (reason,) = carrying_reasons(env.buffer_spec(spec), env.caps)
+    assert reason.endswith(f"not as {env.combine}")
+    return False
+
+
+def check_sums(env: buffer_suite.BufferEnv) -> None:
+    """Check sums of one row or of two equal rows, which quantising and adding double exactly."""
+    spec = replace(BLOCKS, top_k=2, tokens_of_rank=lambda *_: 12)
+    if not carries_sums(env, spec):
+        return
+    batch, buffer = env.batches(spec)[env.group.rank], env.open(spec)
+    out = buffer.dispatch(buffer_suite.make_call(batch))
+    y = buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW)[0]
+    ranks = torch.where(batch.topk_ids < 0, -1, batch.topk_ids // spec.num_local_experts)
+    num_sums = (ranks >= 0).sum(1) - ((ranks[:, 0] == ranks[:, 1]) & (ranks[:, 0] >= 0)).int()
+    assert set(num_sums.tolist()) == {0, 1, 2}
+    sums = quantize(batch.x, env.combine or WireFormat.of(spec.dtype))
+    expected = dequantize(sums, torch.float32) * num_sums.unsqueeze(1)
+    assert torch.equal(y, expected.to(spec.dtype))

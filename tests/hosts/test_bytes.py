@@ -16,6 +16,7 @@ from epcomm import (
     WireFormat,
 )
 from epcomm.buffers.base import Buffer
+from epcomm.registry import buffer_class
 from epcomm.spec import HostLayout
 from epcomm.testing import buffer_suite
 from epcomm.testing.data import BatchSpec, RankBatch, random_ids
@@ -36,6 +37,15 @@ LEAST_BYTES, NUM_CALLS = 20e6, 2
 TOLERANCE = 0.03
 # Tokens of a rank, by the number of ranks, so that each host sends LEAST_BYTES.
 NUM_TOKENS = {4: 1536, 8: 640}
+# Bits of an element of a sum with its share of scales: a float32 for 128 elements, or a byte for 16
+# and a float32 for the row.
+SUM_BITS = {None: 32.0, WireDtype.FP8_E4M3: 8 + 32 / 128, WireDtype.NVFP4: 4 + 8 / 16 + 32 / 1024}
+CASES = [
+    (name, dtype)
+    for name in ("CollectiveBuffer", "HierarchicalBuffer")
+    for dtype in SUM_BITS
+    if dtype is None or dtype in buffer_class(name).caps(Mode.NORMAL).combine_dtypes
+]
 
 
 def bytes_of(buffer: Buffer, batch: RankBatch, num_calls: int) -> int:
@@ -48,15 +58,7 @@ def bytes_of(buffer: Buffer, batch: RankBatch, num_calls: int) -> int:
 
 
 @pytest.mark.host_ranks(4, 8)
-@pytest.mark.parametrize(
-    ("buffer_name", "combine_dtype"),
-    [
-        ("CollectiveBuffer", None),
-        ("CollectiveBuffer", WireDtype.FP8_E4M3),
-        ("HierarchicalBuffer", None),
-        ("HierarchicalBuffer", WireDtype.FP8_E4M3),
-    ],
-)
+@pytest.mark.parametrize(("buffer_name", "combine_dtype"), CASES)
 def test_kernel_counts_the_bytes_of_traffic_between_hosts(
     buffer_name: str, combine_dtype: WireDtype | None, group: EPGroup
 ) -> None:
@@ -80,15 +82,13 @@ def test_kernel_counts_the_bytes_of_traffic_between_hosts(
     bytes_of(buffer, batches[rank], 1)
     sent = buffer.traffic()
     of_call = sent.bytes_between
-    if combine_dtype is not None:
-        # As many rows return as are sent, of a byte and not four for each element. Inside a host
-        # they are not quantised.
-        links = getattr(buffer, "_outer", buffer).traffic()
-        assert 0.25 < links.combine_bytes / links.dispatch_bytes < 0.27
+    # As many rows return as are sent, in float32 with ids and weights.
+    share = SUM_BITS[combine_dtype] / 32
+    assert sent.combine_bytes / sent.dispatch_bytes == pytest.approx(share, rel=0.05)
     once, twice = (bytes_of(buffer, batches[rank], n * NUM_CALLS) for n in (1, 2))
     counted = torch.tensor([(twice - once) / NUM_CALLS], dtype=torch.float64)
     of_host = _sum_over_host(torch.tensor([of_call]), hosts, rank)
-    assert of_host >= LEAST_BYTES * (1 if combine_dtype is None else 5 / 8)
+    assert of_host >= LEAST_BYTES * (1 + share) / 2
     assert counted.item() == pytest.approx(of_host, rel=TOLERANCE)
     print(f"rank {rank}: counted {counted.item():.0f}, traffic() {of_host:.0f}")
 

@@ -29,7 +29,7 @@ ROWS = ("Gaussian", "with outliers")
 
 
 @cache
-def _layer(rows: str) -> tuple[Tensor, Tensor]:
+def layer(rows: str) -> tuple[Tensor, Tensor]:
     """Return x [T, H], bfloat16, and the weighted experts of ranks, [W, H, H], float64."""
     generator = torch.Generator().manual_seed(0)
 
@@ -49,7 +49,7 @@ def _layer(rows: str) -> tuple[Tensor, Tensor]:
 @cache
 def error_of(dispatched: WireFormat, combined: WireFormat, rows: str) -> float:
     """Return the error of a pair of formats."""
-    x, experts = _layer(rows)
+    x, experts = layer(rows)
     sent = dequantize(quantize(x, dispatched), torch.float64)
     y, exact = torch.zeros(T, H), x.double() @ experts.sum(0)
     for mine in experts:

@@ -37,6 +37,7 @@ from epcomm.types import (
     WeightsAppliedBy,
     WireDtype,
     WireFormat,
+    align_up,
 )
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
@@ -200,6 +201,37 @@ def test_wire_format_follows_from_the_experts(experts: ExpertTensors, wire: str)
     overridden = EPConfig(dispatch_dtype="bf16")
     text = plan(overridden, SPEC, world_size=4, weights=experts).explain()
     assert "wire: dispatch bf16, combine bf16 (backward bf16)" in text
+
+
+# Bytes of 7168 elements and their scales: a float32 for 128 or for the row, a byte for 32 or 16.
+BYTES_OF_7168 = {
+    "bf16": 14336,
+    "fp8_e4m3": 7168 + 4 * 56,
+    "int8": 7168 + 4,
+    "mxfp8": 7168 + 224,
+    "mxfp4": 3584 + 224,
+    "nvfp4": 3584 + 4 + 448,
+}
+
+
+@pytest.mark.parametrize("dispatched", BYTES_OF_7168)
+@pytest.mark.parametrize("combined", ["bf16", "fp8_e4m3", "mxfp8", "nvfp4"])
+def test_bytes_a_token_are_those_of_the_formats(dispatched: str, combined: str) -> None:
+    config = EPConfig(
+        mode="normal",
+        backend="collective",
+        dispatch_dtype=WireDtype(dispatched),
+        combine_dtype=None if combined == "bf16" else WireDtype(combined),
+    )
+    spec = MoESpec(hidden_size=7168, num_experts=256, top_k=8)
+    # Rows go to 7 other ranks, with 8 ids and 8 weights, in multiples of 16 B, and return as sums.
+    sent, returned = (
+        7 * align_up(each, 16) for each in (BYTES_OF_7168[dispatched] + 64, BYTES_OF_7168[combined])
+    )
+    assert (
+        f"at most {sent} B a token in dispatch, {returned} B in combine"
+        in plan(config, spec, world_size=8).explain()
+    )
 
 
 POWERS = ScaleDtype.POWER_OF_TWO

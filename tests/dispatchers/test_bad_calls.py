@@ -48,6 +48,7 @@ from tests.cases.playing import (
     NUM_RANKS,
     ON_HOSTS,
     SPEC,
+    SUM_KINDS,
     H,
     K,
     M,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 
 
 HALF = torch.full((1, K), 0.5)
+ALL_KINDS = {**KINDS, **SUM_KINDS}
 # Every rank raises within this time, unless a rank is lost.
 LIMIT_S = 1.0
 
@@ -79,7 +81,7 @@ def plays() -> Iterator[Plays]:
 
 @pytest.fixture
 def play(request: pytest.FixtureRequest, plays: Plays) -> Iterator[Play]:
-    with plays.on(KINDS[request.param]) as play:
+    with plays.on(ALL_KINDS[request.param]) as play:
         yield play
 
 
@@ -129,7 +131,7 @@ def cases_of(bad_calls: list[Bad], kinds: list[str]) -> list[Any]:
         pytest.param(name, bad, id=f"{name}-{bad.id}")
         for name in kinds
         for bad in bad_calls
-        if KINDS[name].trains or not bad.trains
+        if ALL_KINDS[name].trains or not bad.trains
     ]
 
 
@@ -152,7 +154,7 @@ TOLD = [
     *cases_of(BAD_CALLS, ["collective", "low_latency"]),
     *cases_of(
         [bad for bad in BAD_CALLS if bad.id in OF_EACH_CODE],
-        ["shared_memory", "budget", "all_gather", "replicated"],
+        ["shared_memory", "budget", "all_gather", "replicated", *SUM_KINDS],
     ),
 ]
 
@@ -395,7 +397,7 @@ def batch_of(play: Play) -> tuple[Tensor, TopKOutput]:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize("play", KINDS, indirect=True)
+@pytest.mark.parametrize("play", ALL_KINDS, indirect=True)
 def test_experts_that_cannot_compute_are_told_to_all(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,12 @@ def run_rank(scenario: Scenario, folder: Path) -> int:
 
 
 def _lose(scenario: Scenario, group: EPGroup, folder: Path) -> tuple[str, float, str, float]:
-    config = EPConfig(backend=scenario.backend, timeout_s=SETUP_TIMEOUT_S)
+    config = EPConfig(
+        backend=scenario.backend,
+        timeout_s=SETUP_TIMEOUT_S,
+        combine_dtype=scenario.combine_dtype,
+        combine_dtype_with_gradients=True,
+    )
     dispatcher = DeepEPNormalDispatcher(group, SPEC, config)
     x = torch.randn(8, SPEC.hidden_size, requires_grad=True)
     ids = torch.arange(8 * SPEC.top_k).view(8, SPEC.top_k) % SPEC.num_experts

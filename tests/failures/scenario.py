@@ -38,6 +38,7 @@ class Scenario:
         under torchrun; of several hosts it is on the first.
     destroys: ranks destroy the process group before they end.
     begins: the calls run on the thread of transfers, forward and backward.
+    combine_dtype: see EPConfig.combine_dtype.
     num_hosts: simulated hosts (tests/hosts/network.py) with equally many ranks; 1: ranks are on
         this machine.
     """
@@ -56,6 +57,7 @@ class Scenario:
     store_host: int | None = None
     destroys: bool = True
     begins: bool = False
+    combine_dtype: str | None = None
     num_ranks: int = 4
     num_hosts: int = 1
 
@@ -66,7 +68,9 @@ class Scenario:
         end = "" if self.destroys else "-undestroyed"
         on_hosts = "" if self.num_hosts == 1 else f"-hosts{self.num_hosts}"
         begun = "-begun" if self.begins else ""
-        call = f"{self.transport}-{self.fault}-{self.phase.replace(' ', '_')}{begun}"
+        sums = f"-{self.combine_dtype}" if self.combine_dtype else ""
+        phase = self.phase.replace(" ", "_")
+        call = f"{self.transport}-{self.fault}-{phase}{begun}{sums}"
         return f"{call}-rank{ranks}{host}{end}{on_hosts}"
 
     def host_of(self, rank: int) -> int:

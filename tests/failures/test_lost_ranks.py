@@ -65,6 +65,9 @@ OTHERS = [
     Scenario(fault="killed", phase="dispatch", lost_ranks=(0,), store_host=0),
     Scenario(fault="stopped", phase="dispatch", lost_ranks=(0,), store_host=0),
     Scenario(fault="stopped", phase="combine", store_host=0),
+    Scenario(fault="killed", phase="combine", combine_dtype="fp8_e4m3"),
+    Scenario(transport="shared_memory", fault="stopped", phase="combine", combine_dtype="mxfp8"),
+    Scenario(fault="late", phase="combine", combine_dtype="nvfp4"),
     # All ranks of a declared host.
     Scenario(transport="hierarchical_mpi", fault="stopped", phase="combine", lost_ranks=(2, 3)),
 ]

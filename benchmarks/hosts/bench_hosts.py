@@ -16,6 +16,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -24,11 +25,11 @@ import typer
 
 from benchmarks.measuring import Output, ranks_of_torchrun, rounded, write_report
 from benchmarks.tables import render
-from epcomm import EPGroup, Mode
+from epcomm import BackendUnavailable, EPGroup, Mode, WireDtype
 from epcomm.bench.check import CheckError
 from epcomm.bench.contenders.backends import Epcomm
 from epcomm.bench.contenders.base import Contender, DispatchedT
-from epcomm.bench.options import BenchOptions
+from epcomm.bench.options import BenchOptions, read_names
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Timing
 from epcomm.bench.run import ALTERNATIVES, run_bench
@@ -68,13 +69,18 @@ def _sent_of_all(batch: RankBatch) -> int:
 def bytes_of_contenders(options: BenchOptions, group: EPGroup) -> dict[str, float]:
     """Count the bytes of every backend, and of the plain torch contenders. Collective: yes."""
     (tokens,), spec = options.tokens, options.moe_spec()
-    contenders: dict[str, Contender] = {
-        backend: Epcomm(group, spec, options.config(Mode.NORMAL, tokens, backend))
-        for backend in options.backends
-    }
-    contenders |= {name: make(options.experts) for name, make in ALTERNATIVES.items()}
+    contenders: list[Contender] = []
+    for backend, sums in product(options.backends, (None, *options.combine)):
+        config = options.config(Mode.NORMAL, tokens, backend, sums)
+        try:
+            contenders.append(Epcomm(group, spec, config))
+        except BackendUnavailable:
+            # A backend may not send these sums.
+            if sums is None:
+                raise
+    contenders += [make(options.experts) for make in ALTERNATIVES.values()]
     batch = options.make_batches(tokens, group.world_size, group.device)[group.rank]
-    return {name: count_bytes(each, batch) for name, each in contenders.items()}
+    return {each.backend: count_bytes(each, batch) for each in contenders}
 
 
 def _contender_record(timing: Timing, num_bytes: float) -> Mapping[str, object]:
@@ -139,6 +145,7 @@ class Sizes:
     top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8
     experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 64
     dtype: Annotated[str, typer.Option(help="Of the hidden states.")] = "fp32"
+    combine: Annotated[str, typer.Option(help="Formats of sums, measured too.")] = ""
     iterations: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 30
     warm_up: Annotated[int, typer.Option(min=1, help="Calls of each before that.")] = 5
     gbit_per_s: Annotated[float, typer.Option(help="The rate of a host.")] = 1.0
@@ -156,6 +163,7 @@ def main(sizes: Sizes, output: Output) -> None:
             modes=(Mode.NORMAL,),
             backends=tuple(sizes.backends.split(",")),
             dtype=sizes.dtype,
+            combine=tuple(WireDtype(each) for each in read_names(sizes.combine)),
             iterations=sizes.iterations,
             warm_up=sizes.warm_up,
             command=command_of_hosts(__file__, f"{sizes.gbit_per_s:g}gbit"),

@@ -60,6 +60,7 @@ class BenchOptions:
     backends: tuple[str, ...] = tuple(BUFFERS)
     dtype: str = "bf16"
     wire: WireDtype | None = None
+    combine: tuple[WireDtype, ...] = ()
     intermediate: int | None = None
     weights: tuple[str, ...] = ()
     shape: str = ""
@@ -111,10 +112,20 @@ class BenchOptions:
             dtype=dtype_of(self.dtype),
         )
 
-    def config(self, mode: Mode, tokens: int, backend: str = "auto") -> EPConfig:
+    def config(
+        self,
+        mode: Mode,
+        tokens: int,
+        backend: str = "auto",
+        combine_dtype: WireDtype | None = None,
+    ) -> EPConfig:
         """Return the configuration of one contender at T = `tokens`."""
         return EPConfig(
-            mode=mode, backend=backend, max_tokens_per_rank=tokens, dispatch_dtype=self.wire
+            mode=mode,
+            backend=backend,
+            max_tokens_per_rank=tokens,
+            dispatch_dtype=self.wire,
+            combine_dtype=combine_dtype,
         )
 
     def make_batches(self, tokens: int, world_size: int, device: torch.device) -> list[RankBatch]:

@@ -80,8 +80,8 @@ def _measure_pairs(
     batch, tokens = batches[group.rank], len(batches[group.rank].x)
     first_expert = group.rank * (options.experts // group.world_size)
     opened: list[Contender] = []
-    for mode, backend in product(options.modes, options.backends):
-        config = options.config(mode, tokens, backend)
+    for mode, backend, sums in product(options.modes, options.backends, (None, *options.combine)):
+        config = options.config(mode, tokens, backend, sums)
         try:
             opened.append(Epcomm(group, options.moe_spec(), config))
         except (BackendUnavailable, ConfigError) as error:

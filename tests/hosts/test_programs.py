@@ -10,7 +10,7 @@ from tests.examples.programs import REPO, run_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.host_ranks(4)]
 
-BENCH = "--tokens 64 --hidden 256 --top-k 2 --experts 4 --iterations 2 --warm-up 1"
+BENCH = "--tokens 64 --hidden 256 --top-k 2 --experts 4 --iterations 2 --warm-up 1 --combine nvfp4"
 TRAINING = "--steps 3 --layers 2 --experts 8 --min-loss-fall 0.1 --tolerance 1e-5"
 
 
@@ -25,10 +25,13 @@ def test_benchmark_writes_what_it_measures(monkeypatch: pytest.MonkeyPatch) -> N
         written = json.loads(output.read_text())
     assert render(written) in printed
     found = written["contenders"]
-    assert list(found) == ["hierarchical", "collective", "expert_rows", "all_gather"]
-    for each in found.values():
-        # Half of the rows cross, each way.
-        assert each["host_bytes"]["total"] > 2 * (2 * 64 * 256 * 4 / 2)
+    assert {"hierarchical", "collective", "collective, nvfp4", "expert_rows"} < found.keys()
+    sent = {name: each["host_bytes"]["total"] for name, each in found.items()}
+    # A sum of 256 elements has 160 B instead of 1024.
+    assert sent["collective, nvfp4"] < 0.65 * sent["collective"]
+    for name, each in found.items():
+        # Half of the rows cross, and their sums.
+        assert sent[name] > (1 + ("nvfp4" not in name)) * (2 * 64 * 256 * 4 / 2)
         assert each["ms"]["total_without_grouping"]["p50"] > 0
 
 

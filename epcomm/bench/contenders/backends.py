@@ -1,5 +1,6 @@
 """The backends of epcomm as contenders, planned as for a layer."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -21,7 +22,7 @@ from epcomm.types import RowsPer, WeightsAppliedBy
 
 
 class Epcomm(Contender[DispatchOutput]):
-    """A dispatcher of epcomm.
+    """A dispatcher of epcomm, whose backend is reported with the format of quantised sums.
 
     combine applies the router weights, as it does for the alternatives. For training the runner of
     a layer applies them, to I columns instead of H, and combine has less to do.
@@ -34,15 +35,18 @@ class Epcomm(Contender[DispatchOutput]):
         phase = replace(found.prefill, weights_applied_by=WeightsAppliedBy.COMBINE)
         chosen = replace(found, prefill=phase, decode=phase)
         self.plan: PhasePlan = phase
-        self.mode, self.backend = phase.mode.value, phase.backend
-        self.name = f"{self.mode} {phase.backend}"
+        sums = phase.buffer_spec.combine_format
+        self.mode, self.backend = phase.mode.value, phase.backend + (f", {sums}" if sums else "")
+        self.name = f"{self.mode} {self.backend}"
         self.is_capturable = phase.is_capturable
         # Roundings: the sum of a (token, rank) before it is sent, the sum of a host between hosts,
         # and y.
         self.num_roundings = 2 if phase.buffer_spec.hosts is None else 3
-        error = ROW_ERRORS.get(phase.buffer_spec.dispatch_format.dtype)
-        if error is not None:
-            self.row_error = error + torch.finfo(spec.dtype).eps / 2
+        formats = (phase.buffer_spec.dispatch_format, sums)
+        errors = [ROW_ERRORS[each.dtype] for each in formats if each and each.dtype.is_quantized]
+        if errors:
+            growth = math.prod(1 + error for error in errors)
+            self.row_error = growth - 1 + torch.finfo(spec.dtype).eps / 2
         self._dispatcher = PhaseDispatchers(group, spec, config, chosen).prefill
 
     def dispatch(self, batch: RankBatch) -> DispatchOutput:

@@ -91,7 +91,7 @@ class EPConfig:
         weights need. If it is not quantised, rows of combine and backward have it too.
     combine_dtype: format to which combine quantises the sums of a rank, between hosts those of a
         host, which the source rank adds in float32: fp8_e4m3, mxfp8 or nvfp4; None: that of
-        unquantised rows. Forward only.
+        unquantised rows. Forward only. logfmt10 is what the low latency of deep_ep V1 has instead.
     combine_dtype_with_gradients: permit combine_dtype where gradients are needed: they ignore the
         quantisation, and are sent as backward_dtype says.
     backward_dtype: format of gradients between ranks, of y on the way to the experts and of rows on
@@ -162,9 +162,12 @@ class EPConfig:
         # Plain strings are welcome (files, command lines); the fields hold the enums.
         object.__setattr__(self, "mode", enum_member("EPConfig: mode", Mode, self.mode))
         object.__setattr__(self, "router", enum_member("EPConfig: router", Router, self.router))
-        for name, dtypes in (("combine_dtype", SUM_DTYPES), ("backward_dtype", GRADIENT_DTYPES)):
+        sums = SUM_DTYPES | {WireDtype.LOGFMT10}
+        for name, dtypes in (("combine_dtype", sums), ("backward_dtype", GRADIENT_DTYPES)):
             value, known = getattr(self, name), sorted(dtype.value for dtype in dtypes)
             _expect(name, value, value in (None, *known), f"one of {known}, or None")
+        is_row = self.dispatch_dtype != WireDtype.LOGFMT10
+        _expect("dispatch_dtype", self.dispatch_dtype, is_row, "a format of rows, or None")
         for name, kind in _OPTIONAL_ENUMS.items():
             value = getattr(self, name)
             if value is not None:

@@ -68,6 +68,8 @@ class WireDtype(StrEnum):
     MXFP8 = "mxfp8", torch.float8_e4m3fn, 32, torch.float8_e8m0fnu
     MXFP4 = "mxfp4", torch.float4_e2m1fn_x2, 32, torch.float8_e8m0fnu
     NVFP4 = "nvfp4", torch.float4_e2m1fn_x2, 16, torch.float8_e4m3fn
+    # The kernels of deep_ep V1 make and read it, of rows in bfloat16; see docs/formats.md.
+    LOGFMT10 = "logfmt10", torch.bfloat16
 
     def __new__(
         cls,
@@ -143,7 +145,9 @@ class Int8Profile(StrEnum):
     TRITON = "triton"
 
 
-UNQUANTIZED_DTYPES = frozenset(dtype for dtype in WireDtype if not dtype.is_quantized)
+# Dtypes of rows that epcomm reads and writes.
+ROW_DTYPES = frozenset(WireDtype) - {WireDtype.LOGFMT10}
+UNQUANTIZED_DTYPES = frozenset(dtype for dtype in ROW_DTYPES if not dtype.is_quantized)
 # Dtypes that can be quantised, which eight-bit experts read too.
 QUANTIZABLE_DTYPES = UNQUANTIZED_DTYPES - {WireDtype.FP64}
 # Dtypes that buffers carry whose kernels sum in float32 and have codecs for eight bits.

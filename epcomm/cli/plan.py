@@ -18,7 +18,7 @@ from epcomm.errors import BackendUnavailable, ConfigError, EPError, PlanRefused,
 from epcomm.planning.plan import plan
 from epcomm.platforms.assumed import DEEP_EP_OF_BACKEND, DEVICES, AssumedMachine
 from epcomm.spec import HostLayout, MoESpec
-from epcomm.types import MAX_RANKS, MAX_SIZE, WireDtype, is_size
+from epcomm.types import MAX_RANKS, MAX_SIZE, UNQUANTIZED_DTYPES, WireDtype, is_size
 from epcomm.weights.quantized import QUANTIZED_KINDS
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
@@ -29,7 +29,7 @@ REFUSED = 1
 _DTYPES = {
     name: each.torch_dtype
     for each in WireDtype
-    if not each.is_quantized
+    if each in UNQUANTIZED_DTYPES
     for name in (each.value, str(each.torch_dtype).removeprefix("torch."))
 }
 # Elements of a matrix [H, I]: gate and up as float64 are below 2**63 bytes, the limit of torch.

@@ -27,12 +27,14 @@ class InstalledDeepEP:
 
     has_legacy_buffer: it defines the Buffer of V1.   is_stand_in: it is an imitation on the CPU.
     has_mega_moe: its fused_deep_moe(), on Ascend, has the mode MEGA_MOE.
+    has_logfmt: its low_latency_combine() has the parameter use_logfmt.
     """
 
     kind: DeepEPKind
     has_legacy_buffer: bool
     is_stand_in: bool = False
     has_mega_moe: bool = False
+    has_logfmt: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,10 @@ _V1_WRITES: Mapping[str, str] = {
 # Entries of a queue. Source: deep_ep asserts NVSHMEM_QP_DEPTH >= 2 (M + 1) in low latency.
 _QUEUE_DEPTH, _DEFAULT_QUEUE_DEPTH = "NVSHMEM_QP_DEPTH", "1024"
 
-# Names that a line defines: of a class or function, or of a constant.
-_NAMES = re.compile(r"^ *(?:(?:class|def|async def) +(\w+)|([A-Z_]+) *=)", re.MULTILINE)
+# Names that a line defines, of a class or function, or of a constant; and a parameter.
+_NAMES = re.compile(
+    r"^ *(?:(?:class|def|async def) +(\w+)|([A-Z_]+) *=)|\b(use_logfmt) *:", re.MULTILINE
+)
 
 # Who reads variables with each prefix, and the remedy.
 _READERS: Mapping[str, str] = {
@@ -105,6 +109,7 @@ def deep_ep_in(folder: Path) -> InstalledDeepEP:
         has_legacy_buffer="Buffer" in names,
         is_stand_in=runs_on_cpu_ranks(),
         has_mega_moe="MEGA_MOE" in names,
+        has_logfmt="use_logfmt" in names,
     )
 
 

@@ -26,7 +26,7 @@ from epcomm.runners.base import (
     weight_slots,
 )
 from epcomm.runners.grouped_mm import bias_of_slots
-from epcomm.types import Layout, WireDtype
+from epcomm.types import ROW_DTYPES, Layout, WireDtype
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
 
 # The inner dimension of the tiles of GPUs, and of their products of 16-bit rows.
@@ -46,7 +46,7 @@ class BatchInvariantRunner(ExpertRunner):
     name: ClassVar[str] = "batch_invariant"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights,)
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
-    wire_dtypes: ClassVar[frozenset[WireDtype]] = frozenset(WireDtype)
+    wire_dtypes: ClassVar[frozenset[WireDtype]] = ROW_DTYPES
     is_for_sum_groups: ClassVar[bool] = True
     has_gradients: ClassVar[bool] = True
 

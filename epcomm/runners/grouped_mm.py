@@ -19,7 +19,7 @@ from epcomm.platforms.machine import Machine
 from epcomm.quantization import dequantize
 from epcomm.records import RowsDispatchOutput, SlotIndex
 from epcomm.runners.base import ExpertRunner, size_reasons, slot_weights_to_apply, weight_slots
-from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WireDtype
+from epcomm.types import ROW_ALIGNMENT_BYTES, ROW_DTYPES, Layout, WireDtype
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights, LateGradient
 
 
@@ -29,7 +29,7 @@ class GroupedMMRunner(ExpertRunner):
     name: ClassVar[str] = "grouped_mm"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights,)
     layouts: ClassVar[frozenset[Layout]] = frozenset({Layout.ROWS})
-    wire_dtypes: ClassVar[frozenset[WireDtype]] = frozenset(WireDtype)
+    wire_dtypes: ClassVar[frozenset[WireDtype]] = ROW_DTYPES
     has_gradients: ClassVar[bool] = True
 
     @classmethod

@@ -11,7 +11,7 @@ from epcomm.ops.slots import pack
 from epcomm.quantization import dequantize
 from epcomm.records import RowsDispatchOutput
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
-from epcomm.types import Layout, WireDtype
+from epcomm.types import ROW_DTYPES, Layout, WireDtype
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 
@@ -21,7 +21,7 @@ class ReferenceRunner(ExpertRunner):
     name: ClassVar[str] = "reference"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights,)
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
-    wire_dtypes: ClassVar[frozenset[WireDtype]] = frozenset(WireDtype)
+    wire_dtypes: ClassVar[frozenset[WireDtype]] = ROW_DTYPES
     has_gradients: ClassVar[bool] = True
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:

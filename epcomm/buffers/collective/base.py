@@ -22,14 +22,14 @@ from epcomm.ops.slots import localize, reduce_rows, row_ops_of, slots_by_row, su
 from epcomm.platforms.machine import Machine
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import SUM_DTYPES, Layout, RowsPer, WireDtype, WireFormat
+from epcomm.types import ROW_DTYPES, SUM_DTYPES, Layout, RowsPer, WireFormat
 
 # The capabilities of every buffer over collectives.
 COLLECTIVE_CAPS = BufferCaps(
     layout=Layout.ROWS,
     trainable=True,
     ordered=True,
-    wire_dtypes=frozenset(WireDtype),
+    wire_dtypes=ROW_DTYPES,
     combine_dtypes=SUM_DTYPES,
 )
 

@@ -94,6 +94,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             trainable=False,
             ordered=False,
             wire_dtypes=WIRE_DTYPES,
+            combine_dtypes=frozenset({WireDtype.LOGFMT10}),
             max_top_k=_MAX_TOP_K,
             batches_in_flight=_BATCHES_IN_FLIGHT,
             has_receive_hook=True,
@@ -127,6 +128,9 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
 
     @classmethod
     def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        package = machine.find_deep_ep()
+        if spec.combine_format is not None and package is not None and not package.has_logfmt:
+            return ("low_latency_combine() of the installed package has no use_logfmt",)
         if spec.max_tokens_per_rank is None:
             return ()
         return queue_reasons(_rank_capacity(spec, world_size), machine.environment)
@@ -243,12 +247,15 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         self._check_in_flight(exchange_plan.batch, "combine")
         self._compare_combine(None)
         self._receive_last()
+        # Releases without the parameter send bfloat16.
+        options = {} if self._spec.combine_format is None else {"use_logfmt": True}
         y, _, receive = self._buffer.low_latency_combine(
             rows.contiguous().view(self._spec.num_local_experts, self._expert_capacity, -1),
             exchange_plan.topk_ids,
             exchange_plan.topk_weights,
             exchange_plan.handle,
             return_recv_hook=True,
+            **options,
         )
         self._count_bytes(COMBINE, exchange_plan.slots_from_rank, _slot_bytes(self._spec)[1])
         self._in_flight.remove(exchange_plan.batch)
@@ -342,7 +349,10 @@ def message_bytes(spec: BufferSpec, world_size: int) -> int:
 
 
 def _slot_bytes(spec: BufferSpec) -> tuple[int, int]:
-    """Return the bytes of one (token, expert) pair in dispatch and in combine."""
+    """Return the bytes of one (token, expert) pair in dispatch and in combine.
+
+    With logfmt10 the most: the kernel chooses, by block, between 10 bits and bfloat16.
+    """
     wire, hidden = spec.dispatch_format, spec.hidden_size
     scale_bytes = 0 if wire.scale_dtype is None else low_latency_scale_bytes(hidden)
     return MESSAGE_HEADER_BYTES + wire.data_bytes(hidden) + scale_bytes, 2 * hidden

@@ -11,7 +11,7 @@ from epcomm.integrations.deep_ep import Config, EventOverlap
 from epcomm.integrations.deep_ep.v1 import buffer as drop_in
 from epcomm.integrations.deep_ep.v1.buffer import DispatchResult, LowLatencyResult, XTensors
 from fakes.deep_ep.limits import is_enforced, require, require_size
-from fakes.deep_ep.strict_v1 import low_latency_checks, normal_checks
+from fakes.deep_ep.strict_v1 import logfmt, low_latency_checks, normal_checks
 from fakes.deep_ep.strict_v1.event import DeferredWork
 from fakes.deep_ep.strict_v1.low_latency import (
     Handle,
@@ -279,6 +279,8 @@ class Buffer(drop_in.Buffer):
         handle.require_written()
         rows = self._state.next_combine_buffer(handle) if zero_copy else x
         back = unshuffled(rows, handle)
+        if use_logfmt:
+            back = logfmt.rounded(back)
         self._state.begin(Sizes(handle[2], x.shape[2], handle[4]))
         self._state.forget(handle)
         combined, _, hook = super().low_latency_combine(
@@ -286,7 +288,6 @@ class Buffer(drop_in.Buffer):
             topk_idx,
             topk_weights,
             handle.behind,
-            use_logfmt=use_logfmt,
             return_recv_hook=True,
         )
         assert hook is not None, "asked for"

@@ -21,6 +21,7 @@ from epcomm import (
     MaskedDispatchOutput,
     MoESpec,
     TopKOutput,
+    WireDtype,
     interleave,
 )
 from epcomm.integrations.deep_ep.checks import Absent
@@ -92,14 +93,16 @@ def make_batch(group: EPGroup, number: int) -> Batch:
 
 
 @contextmanager
-def dispatcher_of(group: EPGroup) -> Iterator[DeepEPLowLatencyDispatcher]:
+def dispatcher_of(
+    group: EPGroup, config: EPConfig = CONFIG
+) -> Iterator[DeepEPLowLatencyDispatcher]:
     with torch.no_grad():
-        yield DeepEPLowLatencyDispatcher(group, SPEC, CONFIG)
+        yield DeepEPLowLatencyDispatcher(group, SPEC, config)
 
 
 @contextmanager
-def opened() -> Iterator[tuple[EPGroup, DeepEPLowLatencyDispatcher]]:
-    with install("v1"), EPGroup() as group, dispatcher_of(group) as dispatcher:
+def opened(config: EPConfig = CONFIG) -> Iterator[tuple[EPGroup, DeepEPLowLatencyDispatcher]]:
+    with install("v1"), EPGroup() as group, dispatcher_of(group, config) as dispatcher:
         yield group, dispatcher
 
 
@@ -141,6 +144,28 @@ def test_nothing_is_received_before_wait(receipts: list[str]) -> None:
     shown = {event.key for event in profiler.key_averages() if event.key.startswith("epcomm::")}
     halves = ("dispatch_begin", "dispatch_wait", "combine_begin", "combine_wait")
     assert shown == {f"epcomm::{half}" for half in halves}
+
+
+def test_logfmt_is_the_packages_and_rounds_parts_below_1() -> None:
+    with opened(replace(CONFIG, combine_dtype=WireDtype.LOGFMT10)) as (group, dispatcher):
+        batch = make_batch(group, 0)
+        x = torch.linspace(1, 1.9, HIDDEN_SIZE).bfloat16().repeat(3, 1)
+        # Half of each row has elements from 1 on, and is sent as it is.
+        x[:, : HIDDEN_SIZE // 2] /= -16
+        y = dispatcher.combine(identity(dispatcher.dispatch(x, batch.topk)))
+        error = (y.float() - x.float() / 2).abs() / (x.float() / 2).abs()
+        is_rounded = x[0] < 0
+        assert torch.equal(y[:, ~is_rounded], x[:, ~is_rounded] / 2)
+        # 511 magnitudes in a block from a to A are apart by (A / a)**(1 / 510): here bfloat16 is
+        # coarser. A block with a zero has 32 binades.
+        assert error.max() <= 2.0**-8
+        x[:, 5::128] = 0.0
+        y = dispatcher.combine(identity(dispatcher.dispatch(x, batch.topk)))
+        error = (y.float() - x.float() / 2).abs() / (x.float() / 2).abs().clamp(min=1e-9)
+        most = (2 ** (32 / 510) - 1) / 2
+        assert most / 2 < error[:, is_rounded].max() <= most + 2.0**-8
+        assert not error[:, ~is_rounded].any()
+        assert not y[x == 0].any()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "the other way round"])

@@ -193,6 +193,21 @@ def test_what_a_backend_lacks(lack: Lack) -> None:
         assert [text for text in reasons if lack.reason in text], (backend, reasons)
 
 
+@pytest.mark.usefixtures("no_deep_ep")
+@pytest.mark.parametrize("parameter", ["", ", use_logfmt: bool = False"])
+def test_logfmt_needs_a_package_that_has_it(
+    parameter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"class Buffer:\n    def low_latency_combine(self, x{parameter}): ..."
+    write_package(tmp_path / "deep_ep", {"__init__.py": source})
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = replace(WHOLE, combine_format=WireFormat(dtype=WireDtype.LOGFMT10))
+    (backend,) = V1_LL
+    reason = "low_latency_combine() of the installed package has no use_logfmt"
+    assert lacks_of(backend, spec) == (() if parameter else (reason,))
+    assert lacks_of(backend, WHOLE) == ()
+
+
 def test_what_a_backend_serves_is_lacked_by_none() -> None:
     assert [lacks_of(backend, WHOLE) for backend in CASES] == [()] * len(CASES)
     assert lacks_of(*V1_LL, replace(WHOLE, max_tokens_per_rank=512), queue_depth="1026") == ()

@@ -83,7 +83,7 @@ def write_floats(hidden_states: Tensor, wire: WireTensor) -> None:
         block_scales.view(torch.uint8).copy_(exponents.masked_fill(~is_finite, _E8M0_NAN))
     else:
         if row_scales is None:
-            factors, scales = _divide(E4M3_MAX, amax), amax * _RECIPROCAL_OF_MAX
+            factors, scales = divide(E4M3_MAX, amax), amax * _RECIPROCAL_OF_MAX
         else:
             assert wire.scales is not None, "split above"
             wire.scales.view(torch.uint8).zero_()
@@ -171,11 +171,11 @@ def _write_row_scales(amax: Tensor, row_scales: Tensor) -> tuple[Tensor, Tensor]
     row_scales.copy_(of_row)
     scales = torch.div(amax, torch.full_like(amax, E2M1_MAX)) / of_row
     scales = scales.clamp(E4M3_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return scales, _divide(1.0, of_row) / scales
+    return scales, divide(1.0, of_row) / scales
 
 
-def _divide(numerator: float, tensor: Tensor) -> Tensor:
-    # `number / tensor` would be a rounded reciprocal times the number.
+def divide(numerator: float, tensor: Tensor) -> Tensor:
+    """Return the rounded quotients; `number / tensor` would be a product with a reciprocal."""
     return torch.div(torch.full_like(tensor, numerator), tensor)
 
 

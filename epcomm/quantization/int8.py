@@ -18,6 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from epcomm.quantization.floats import divide
 from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
 
 INT8_PER_TOKEN = WireFormat(dtype=WireDtype.INT8)
@@ -45,19 +46,14 @@ def write_int8(hidden_states: Tensor, wire: WireTensor, profile: Int8Profile) ->
         scales = torch.div(amax, torch.full_like(amax, INT8_MAX))
         codes, is_usable = _ROUNDINGS[profile](torch.div(rows, scales)), scales > 0
     else:
-        factors = _divide(INT8_MAX, amax + _EPSILONS[profile])
+        factors = divide(INT8_MAX, amax + _EPSILONS[profile])
         codes, is_usable = torch.round(rows * factors), factors.isfinite()
-        scales = _divide(1.0, factors)
+        scales = divide(1.0, factors)
     # The packages leave codes and scales undefined where the factor is not finite; here they are 0.
     usable_scales = scales.masked_fill(~is_usable, 0.0)
     wire.scales.copy_(usable_scales.masked_fill(~is_finite, float("nan")))
     # NaN is replaced before the cast, because it has no integer.
     wire.data.copy_(torch.where(is_finite & is_usable, codes, 0.0))
-
-
-def _divide(numerator: float, tensor: Tensor) -> Tensor:
-    # `number / tensor` would be a rounded reciprocal times the number.
-    return torch.div(torch.full_like(tensor, numerator), tensor)
 
 
 def _half_to_even(quotients: Tensor) -> Tensor:

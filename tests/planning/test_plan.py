@@ -217,21 +217,17 @@ BYTES_OF_7168 = {
 @pytest.mark.parametrize("dispatched", BYTES_OF_7168)
 @pytest.mark.parametrize("combined", ["bf16", "fp8_e4m3", "mxfp8", "nvfp4"])
 def test_bytes_a_token_are_those_of_the_formats(dispatched: str, combined: str) -> None:
-    config = EPConfig(
-        mode="normal",
-        backend="collective",
+    config = replace(
+        BY_NAME,
         dispatch_dtype=WireDtype(dispatched),
         combine_dtype=None if combined == "bf16" else WireDtype(combined),
     )
     spec = MoESpec(hidden_size=7168, num_experts=256, top_k=8)
     # Rows go to 7 other ranks, with 8 ids and 8 weights, in multiples of 16 B, and return as sums.
-    sent, returned = (
-        7 * align_up(each, 16) for each in (BYTES_OF_7168[dispatched] + 64, BYTES_OF_7168[combined])
-    )
-    assert (
-        f"at most {sent} B a token in dispatch, {returned} B in combine"
-        in plan(config, spec, world_size=8).explain()
-    )
+    sent = 7 * align_up(BYTES_OF_7168[dispatched] + 64, 16)
+    returned = 7 * align_up(BYTES_OF_7168[combined], 16)
+    text = f"at most {sent} B a token in dispatch, {returned} B in combine"
+    assert text in plan(config, spec, world_size=8).explain()
 
 
 POWERS = ScaleDtype.POWER_OF_TWO

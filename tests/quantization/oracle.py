@@ -27,12 +27,6 @@ def e4m3_value(code: int) -> float:
 POSITIVE = [e4m3_value(code) for code in range(127)]
 
 
-def half_ulp(magnitude: float) -> float:
-    """Return half the distance between the two e4m3 numbers around a magnitude of at most 448."""
-    exponent = max(math.frexp(magnitude)[1] - 1, -6) if magnitude else -6
-    return 2.0 ** (exponent - 4)
-
-
 def smallest_exponent(amax: float) -> int:
     """Return the smallest e with amax <= 448 * 2**e, in exact arithmetic."""
     exponent = math.frexp(amax)[1] - 12

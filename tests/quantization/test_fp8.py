@@ -1,4 +1,4 @@
-"""FP8: bits of a recording and of a table, error bounds, blocks with NaN and infinity."""
+"""FP8: bits of a recording and of a table, layouts of rows and outputs, refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from epcomm.quantization import (
     quantize,
 )
 from tests.quantization import oracle
-from tests.quantization.rows import INF, NAN, as_bytes, assert_same_bits, varied_rows
+from tests.quantization.rows import INF, as_bytes, assert_same_bits, varied_rows
 
 CONTRACT = Path(__file__).parents[1] / "contracts" / "deep_ep_fp8_rows.json"
 RECORDED = json.loads(CONTRACT.read_text("utf-8"))["rows"]
@@ -72,21 +72,6 @@ def test_bits_equal_the_oracle(
     assert np.array_equal(scales.numpy(), expected.scales, equal_nan=not has_exponents)
 
 
-@pytest.mark.parametrize("wire_format", FORMATS)
-def test_error_is_half_a_unit_in_the_last_place_of_the_code(wire_format: WireFormat) -> None:
-    x = torch.randn(64, 200, generator=torch.Generator().manual_seed(1)) * 10
-    wire = quantize(x, wire_format)
-    restored = dequantize(wire, torch.float32).double()
-    scales = scales_of(wire).double().repeat_interleave(128, dim=1)[:, :200]
-    # Reciprocal, factor, two products: four roundings; powers of two need none.
-    slack = 0.0 if wire_format is FP8_POWER_OF_TWO_SCALES else 4 * 2.0**-24
-    for value, got, scale in zip(
-        x.flatten().tolist(), restored.flatten().tolist(), scales.flatten().tolist(), strict=True
-    ):
-        bound = scale * oracle.half_ulp(min(abs(value) / scale, 448.0)) + slack * abs(value)
-        assert abs(value - got) <= bound
-
-
 def test_power_of_two_scales_equal_frexp_at_every_boundary() -> None:
     # Each power of two times 448, and the next numbers on both sides, over the range of float32.
     boundary = torch.ldexp(torch.full((128,), 1.75), torch.arange(-4, 124))
@@ -98,25 +83,6 @@ def test_power_of_two_scales_equal_frexp_at_every_boundary() -> None:
         oracle.smallest_exponent(max(a, float(np.float32(1e-4)))) + 127 for a in amax.tolist()
     ]
     assert as_bytes(scales_of(wire)).flatten().tolist() == expected
-
-
-@pytest.mark.parametrize("wire_format", FORMATS)
-@pytest.mark.parametrize("value", [NAN, INF, -INF, -NAN])
-def test_a_block_that_is_no_number_is_nan_and_its_neighbours_are_not(
-    value: float, wire_format: WireFormat
-) -> None:
-    x = torch.ones(2, 300)
-    x[1, 130] = value
-    wire = quantize(x, wire_format)
-    assert scales_of(wire).float().isnan().tolist() == [[False] * 3, [False, True, False]]
-    restored = dequantize(wire, torch.bfloat16)
-    assert restored[1, 128:256].isnan().all()
-    assert restored[1, :128].isfinite().all()
-    assert restored[1, 256:].isfinite().all()
-    # The codes of the row, without its scales, are NaN too.
-    assert wire.data[1, 128:256].float().isnan().all()
-    if wire_format is FP8_POWER_OF_TWO_SCALES:
-        assert as_bytes(scales_of(wire))[1, 1].item() == 0xFF
 
 
 @pytest.mark.parametrize("wire_format", [*FORMATS, INT8_PER_TOKEN])

@@ -25,7 +25,7 @@ import typer
 
 from benchmarks.measuring import Output, ranks_of_torchrun, rounded, write_report
 from benchmarks.tables import render
-from epcomm import BackendUnavailable, EPGroup, Mode, WireDtype
+from epcomm import EPGroup, Mode, WireDtype
 from epcomm.bench.check import CheckError
 from epcomm.bench.contenders.backends import Epcomm
 from epcomm.bench.contenders.base import Contender, DispatchedT
@@ -72,12 +72,7 @@ def bytes_of_contenders(options: BenchOptions, group: EPGroup) -> dict[str, floa
     contenders: list[Contender] = []
     for backend, sums in product(options.backends, (None, *options.combine)):
         config = options.config(Mode.NORMAL, tokens, backend, sums)
-        try:
-            contenders.append(Epcomm(group, spec, config))
-        except BackendUnavailable:
-            # A backend may not send these sums.
-            if sums is None:
-                raise
+        contenders.append(Epcomm(group, spec, config))
     contenders += [make(options.experts) for make in ALTERNATIVES.values()]
     batch = options.make_batches(tokens, group.world_size, group.device)[group.rank]
     return {each.backend: count_bytes(each, batch) for each in contenders}

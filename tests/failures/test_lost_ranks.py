@@ -95,7 +95,12 @@ HOSTS = [
         num_hosts=2,
     ),
     Scenario(
-        transport="hierarchical", fault="killed", phase="combine", lost_ranks=(0, 1), num_hosts=2
+        transport="hierarchical",
+        fault="killed",
+        phase="combine",
+        combine_dtype="nvfp4",
+        lost_ranks=(0, 1),
+        num_hosts=2,
     ),
     # A single rank: one rank waits for it between hosts, two wait for others inside.
     Scenario(

@@ -22,13 +22,14 @@ from tests.quantization import oracle
 from tests.quantization.rows import all_values, as_bytes, largest_of_blocks
 
 FORMATS = [each for each in KNOWN_FORMATS if each != INT8_PER_TOKEN]
-ARRANGEMENTS = ("in order", "largest of blocks")
+# The last blocks of rows of 200 are short.
+ARRANGEMENTS = ("in order", "largest of blocks", "rows of 200")
 
 
 def arranged(arrangement: str, dtype: torch.dtype, wire_format: WireFormat) -> Tensor:
-    if arrangement == "in order":
-        return all_values(dtype)
-    return largest_of_blocks(dtype, wire_format.scale_block or 128)
+    if arrangement == "largest of blocks":
+        return largest_of_blocks(dtype, wire_format.scale_block or 128)
+    return all_values(dtype)[:, : 200 if arrangement == "rows of 200" else None]
 
 
 def codes_of(wire: WireTensor) -> Tensor:
@@ -87,7 +88,7 @@ def torchao() -> dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]]:
     }
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS[:2])
 @pytest.mark.parametrize("wire_format", FORMATS, ids=str)
 def test_bits_are_those_of_torchao(wire_format: WireFormat, arrangement: str) -> None:
     x = arranged(arrangement, torch.bfloat16, wire_format)

@@ -43,9 +43,8 @@ class Epcomm(Contender[DispatchOutput]):
         # and y.
         self.num_roundings = 2 if phase.buffer_spec.hosts is None else 3
         formats = (phase.buffer_spec.dispatch_format, sums)
-        errors = [ROW_ERRORS[each.dtype] for each in formats if each and each.dtype.is_quantized]
-        if errors:
-            growth = math.prod(1 + error for error in errors)
+        growth = math.prod(1 + ROW_ERRORS.get(each.dtype, 0.0) for each in formats if each)
+        if growth > 1:
             self.row_error = growth - 1 + torch.finfo(spec.dtype).eps / 2
         self._dispatcher = PhaseDispatchers(group, spec, config, chosen).prefill
 

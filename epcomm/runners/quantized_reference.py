@@ -28,7 +28,7 @@ from epcomm.runners.base import (
     row_major_readings,
     slot_weights_to_apply,
 )
-from epcomm.types import Int8Profile, Layout, RowReading, WireDtype, WireTensor
+from epcomm.types import ROW_DTYPES, Int8Profile, Layout, RowReading, WireDtype, WireTensor
 from epcomm.weights.quantized import (
     BlockFormatWeights,
     Fp8BlockWeights,
@@ -59,7 +59,7 @@ class QuantizedReferenceRunner(ExpertRunner):
         dtypes = cls.wire_dtypes | {weights.wire_format.dtype}
         if isinstance(weights, BlockFormatWeights):
             # Rows and matrices may differ, as mxfp8 rows and mxfp4 matrices do on some GPUs.
-            dtypes = frozenset(WireDtype) - {WireDtype.FP64, WireDtype.INT8}
+            dtypes = ROW_DTYPES - {WireDtype.FP64, WireDtype.INT8}
         return row_major_readings(dtypes, None)
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:

@@ -89,13 +89,14 @@ class EPConfig:
         caller routes.
     dispatch_dtype: format of rows in dispatch (docs/formats.md); None: that which the expert
         weights need. If it is not quantised, rows of combine and backward have it too.
-    combine_dtype: format to which combine quantises the sums of a rank, between hosts those of a
-        host, which the source rank adds in float32: fp8_e4m3, mxfp8 or nvfp4; None: that of
-        unquantised rows. Forward only. logfmt10 is what the low latency of deep_ep V1 has instead.
+    combine_dtype: format in which ranks return sums, or hosts between hosts; the source rank adds
+        them in float32: fp8_e4m3, mxfp8 or nvfp4, or logfmt10, which only deep_ep_v1 has, in low
+        latency; None: the format of unquantised rows. Forward only.
     combine_dtype_with_gradients: permit combine_dtype where gradients are needed: they ignore the
         quantisation, and are sent as backward_dtype says.
-    backward_dtype: format of gradients between ranks, of y on the way to the experts and of rows on
-        the way back: fp8_e4m3 or mxfp8; None: that of unquantised rows. Not in the decode of auto.
+    backward_dtype: format in which gradients are sent, those of y to the experts and those of rows
+        back: fp8_e4m3 or mxfp8; None: the format of unquantised rows. In mode auto it applies to
+        training, not to decode.
     dispatch_scales: scales of FP8 rows in dispatch; None: those that the expert weights need.
     int8_profile: arithmetic of INT8, before the experts and between their products; None: rint127.
         It is refused if nothing is INT8.

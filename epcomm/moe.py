@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pkgutil import resolve_name
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ class ExpertParallelMoE(nn.Module):
     @classmethod
     def from_transformers(
         cls, block: nn.Module, group: EPGroup, config: EPConfig | None = None
-    ) -> Self:
+    ) -> "ExpertParallelMoE":
         """Spread the experts of a transformers MoE block over the group.
 
         The block is read by its structure, whatever its class, and a copy of it confirms on a few

@@ -7,25 +7,34 @@ The type and default are those of the class; the meaning comes from its docstrin
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 
 from epcomm.config import EPConfig, Mode, Router
-from epcomm.types import Int8Profile, ScaleDtype, WireDtype
+from epcomm.types import (
+    GRADIENT_DTYPES,
+    ROW_DTYPES,
+    SUM_DTYPES,
+    Int8Profile,
+    ScaleDtype,
+    WireDtype,
+)
 from scripts.docstring_fields import split_fields
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
 _MARKED = re.compile(r"(?<=<!-- fields -->\n).*?(?=<!-- /fields -->)", re.DOTALL)
-_VALUES: Mapping[str, type[StrEnum]] = MappingProxyType(
+_VALUES: Mapping[str, Iterable[StrEnum]] = MappingProxyType(
     {
         "mode": Mode,
         "router": Router,
-        "dispatch_dtype": WireDtype,
-        "combine_dtype": WireDtype,
-        "backward_dtype": WireDtype,
+        "dispatch_dtype": [each for each in WireDtype if each in ROW_DTYPES],
+        "combine_dtype": [
+            each for each in WireDtype if each in SUM_DTYPES or each is WireDtype.LOGFMT10
+        ],
+        "backward_dtype": [each for each in WireDtype if each in GRADIENT_DTYPES],
         "dispatch_scales": ScaleDtype,
         "int8_profile": Int8Profile,
     }

@@ -92,7 +92,10 @@ def _phase_configs(config: EPConfig) -> dict[str, EPConfig]:
     max_tokens = config.max_tokens_per_rank
     # In mode auto the token limit is for decode; a prefill with exact sizes has none.
     prefill_tokens = None if config.max_recv_slots is None else max_tokens
-    configs = {PREFILL: replace(config, mode=Mode.NORMAL, max_tokens_per_rank=prefill_tokens)}
+    # Only low latency has logfmt10.
+    sums = None if config.combine_dtype is WireDtype.LOGFMT10 else config.combine_dtype
+    prefill = replace(config, mode=Mode.NORMAL, combine_dtype=sums)
+    configs = {PREFILL: replace(prefill, max_tokens_per_rank=prefill_tokens)}
     if max_tokens is not None:
         # Low latency has capacity for any routing of max_tokens_per_rank tokens; the budget is for
         # prefill, and backward for training.
@@ -301,7 +304,7 @@ def _combine(records: Sequence[Mapping[str, Scalar]], key: str) -> Availability:
     named = [("", texts[0])]
     if len(set(texts)) > 1:
         named = [(f"rank {rank}: ", text) for rank, text in enumerate(texts)]
-    reasons = tuple(f"{name}{line}" for name, text in named for line in text.splitlines())
+    reasons = tuple(f"{name}{line}" for name, text in named for line in text.split("\n") if line)
     return Availability(ok=not reasons, reasons=reasons)
 
 

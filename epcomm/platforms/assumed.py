@@ -37,8 +37,9 @@ class AssumedMachine:
     def machine(self) -> Machine:
         """Return the Machine of each rank. Local."""
         capability, device = self.capability, torch.device(self.device_type)
-        found = self.deep_ep
-        deep_ep = None if found is None else InstalledDeepEP(kind=found, has_legacy_buffer=True)
+        found, deep_ep = self.deep_ep, None
+        if found is not None:
+            deep_ep = InstalledDeepEP(kind=found, has_legacy_buffer=True, has_logfmt=True)
         return Machine(
             find_version=lambda distribution: None,
             run_program=lambda program: Answer(error=f"{self.name} is assumed and runs nothing"),

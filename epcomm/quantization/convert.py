@@ -13,7 +13,14 @@ from epcomm.platforms.cuda import importing_triton
 from epcomm.quantization.floats import restore, write_floats
 from epcomm.quantization.int8 import INT8_PER_TOKEN, write_int8
 from epcomm.quantization.scale_layout import row_major
-from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, WireDtype, WireFormat, WireTensor
+from epcomm.types import (
+    QUANTIZABLE_DTYPES,
+    ROW_DTYPES,
+    Int8Profile,
+    WireDtype,
+    WireFormat,
+    WireTensor,
+)
 
 # These dtypes are exact in float32, in which all arithmetic is done.
 _INPUT_DTYPES = frozenset(dtype.torch_dtype for dtype in QUANTIZABLE_DTYPES)
@@ -70,9 +77,11 @@ def quantize(
         ConfigError: a format that the arithmetic does not know.
         ShapeError: hidden_states or `out` do not fit.
     """
+    _check_format("quantize", wire_format)
     if wire_format.dtype.is_quantized:
-        _check_format("quantize", wire_format)
         _check_hidden_states(hidden_states, wire_format)
+        # Codes and scales have no gradients.
+        hidden_states = hidden_states.detach()
         wire = _output_for(hidden_states, wire_format, out)
         if wire_format.dtype is WireDtype.INT8:
             codecs.int8(hidden_states, wire, profile)
@@ -123,9 +132,9 @@ def dequantize(wire: WireTensor, dtype: torch.dtype, *, codecs: Codecs = _PLAIN)
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
     Lifetime: an unquantised result may share memory with the wire.
     """
+    _check_format("dequantize", wire.format)
     if not wire.format.dtype.is_quantized:
         return wire.data.to(dtype)
-    _check_format("dequantize", wire.format)
     return codecs.restore(row_major(wire)).to(dtype)
 
 
@@ -134,6 +143,11 @@ def _check_format(caller: str, wire_format: WireFormat) -> None:
         raise ConfigError(
             f"{caller}: format is {wire_format}, expected {INT8_PER_TOKEN} (one scale a row); "
             "choose another wire format"
+        )
+    if wire_format.dtype not in ROW_DTYPES:
+        raise ConfigError(
+            f"{caller}: format is {wire_format}, which only a package reads and writes; choose "
+            "another wire format"
         )
 
 

@@ -445,7 +445,7 @@ class _Computed:
             rows_per=RowsPer.ROW,
             row_scalars=scalars if env.caps.trainable else None,
         )
-        self._expect_close("combine of rows", y, plain)
+        self._expect_close("combine of rows", y, plain, backward=env.caps.trainable)
         if env.caps.trainable:
             assert returned_scalars is not None, "row scalars are returned"
             ids = self.batch.topk_ids
@@ -471,9 +471,12 @@ class _Computed:
             rows, self.out.exchange_plan, rows_per=rows_per, slot_weights=slot_weights
         )[0]
 
-    def _expect_close(self, what: str, actual: Tensor, expected: Tensor) -> None:
+    def _expect_close(
+        self, what: str, actual: Tensor, expected: Tensor, *, backward: bool = False
+    ) -> None:
         """Fail unless the sums agree within the tolerance of the roundings."""
-        error, tolerance = relative_error(actual, expected), _sum_tolerance(self.trial)
+        tolerance = _sum_tolerance(self.trial, backward=backward)
+        error = relative_error(actual, expected)
         if not error <= tolerance:
             self.trial.env.fail(f"{what} has an error of {error:.3g}, allowed {tolerance:.3g}")
 
@@ -510,7 +513,7 @@ def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Te
     return rows, scalars
 
 
-def _sum_tolerance(trial: _Trial) -> float:
+def _sum_tolerance(trial: _Trial, *, backward: bool) -> float:
     """Return the tolerance of four roundings: result, weighted result, row and y.
 
     With several hosts, the sum of a host is rounded too. Quantised sums of ranks are multiples of
@@ -519,8 +522,8 @@ def _sum_tolerance(trial: _Trial) -> float:
     dtype = trial.spec.dtype
     finer = torch.finfo(sum_dtype(dtype)).eps / torch.finfo(torch.float32).eps
     roundings = 4 if trial.env.hosts is None else 5
-    formats = trial.env.combine, trial.env.backward
-    share = max((ROW_ERRORS[each.dtype] for each in formats if each is not None), default=0.0)
+    wire = trial.env.backward if backward else trial.env.combine
+    share = 0.0 if wire is None else ROW_ERRORS[wire.dtype]
     return share + SUM_TOLERANCE * finer + roundings * torch.finfo(dtype).eps
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from epcomm import ShapeError, WireDtype, WireFormat, WireTensor
+from epcomm import ConfigError, ShapeError, WireDtype, WireFormat, WireTensor
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
     FP8_POWER_OF_TWO_SCALES,
@@ -126,6 +126,15 @@ def test_wrong_output_is_refused_with_both_sides() -> None:
         quantize(torch.zeros(2, 256), FP8_POWER_OF_TWO_SCALES, out=out)
 
 
+@pytest.mark.parametrize("dtype", [each for each in WireDtype if each.is_quantized])
+def test_rows_that_need_gradients_have_the_same_codes(dtype: WireDtype) -> None:
+    x, wire_format = varied_rows(64, torch.float32), WireFormat(dtype=dtype)
+    found = quantize(x.clone().requires_grad_(), wire_format)
+    assert found.scales is not None
+    assert not found.scales.requires_grad
+    assert_same_bits(found, quantize(x, wire_format))
+
+
 def test_wrong_formats_and_inputs_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"\[1, 7\], expected .* multiple of 2"):
         quantize(torch.zeros(1, 7), WireFormat(dtype=WireDtype.NVFP4))
@@ -135,6 +144,8 @@ def test_wrong_formats_and_inputs_are_refused() -> None:
         quantize(torch.zeros(1, 0), FP8_FLOAT32_SCALES)
     with pytest.raises(ShapeError, match=r"\[8\], expected"):
         quantize(torch.zeros(8), FP8_FLOAT32_SCALES)
+    with pytest.raises(ConfigError, match="logfmt10, which only a package reads and writes"):
+        quantize(torch.zeros(1, 8), WireFormat(dtype=WireDtype.LOGFMT10))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

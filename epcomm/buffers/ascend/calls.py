@@ -120,7 +120,7 @@ class AscendCalls(VendorCalls):
     def _dummy(self, call: DispatchCall) -> DispatchCall:
         """Return a call of one token of ones with weights of 0; a row of zeros has no scale."""
         top_k, device = self._spec.top_k, call.topk_ids.device
-        # Each rank has its own, so that no expert gets the dummy tokens of all ranks.
+        # Ranks begin at different experts, so that no expert gets the dummy tokens of all ranks.
         first = self._rank * self._spec.num_local_experts
         experts = torch.arange(first, first + top_k, device=device) % self._num_experts
         return replace(

@@ -1,7 +1,7 @@
 """Quantise the sums of combine and the gradients of backward, for all buffers over collectives.
 
 A buffer calls pack() with rows of its rank before they leave it, and restore() with the rows that
-come to it.
+it receives.
 """
 
 from typing import Self

@@ -4,6 +4,8 @@ Headers and metadata are always sent in lines: no fence delays the index that th
 them, and it learns from a header whether rows come in lines.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

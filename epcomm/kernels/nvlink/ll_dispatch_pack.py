@@ -7,6 +7,8 @@ stored at their slots by lines/dispatch_unpack.py.
 Memory order: after the acquire of the source's signal of rows.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

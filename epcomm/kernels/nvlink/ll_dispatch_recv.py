@@ -8,6 +8,8 @@ lines/dispatch_unpack.py.
 Memory order: as in the senders, whose signals and lines it awaits. There is no host sync.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -10,6 +10,8 @@ Few tokens are sent by the kernel of lines/dispatch_send.py instead.
 Memory order: signals.py.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -14,6 +14,7 @@ from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.collectives.torch_dist import TorchDistCollectives
 from epcomm.errors import CapacityError, EPError
 from epcomm.integrations.deep_ep import Buffer, ranks
+from epcomm.registry import buffer_class
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.test_v1_calls import (
     RAISED,
@@ -66,7 +67,9 @@ CLASSES = {
 def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Open the buffers of GPUs on CPU ranks, where an interpreter runs their kernels."""
     if not on_gpus():
-        monkeypatch.setattr(ranks.Ranks, "_choose", lambda self, service: CLASSES[service])
+        monkeypatch.setattr(
+            ranks.Ranks, "_choose", lambda self, service: buffer_class(CLASSES[service])
+        )
         monkeypatch.setattr(ranks.Ranks, "returns_slots", True)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
+from epcomm.registry import buffer_class
 from tests.integrations.deep_ep import test_v2
 from tests.integrations.deep_ep.devices import on_gpus
 from tests.integrations.deep_ep.golden_v2 import CASES
@@ -18,7 +19,7 @@ CLASSES = {Service.NORMAL: "NVLinkBuffer", Service.STATIC: "NVLinkStaticBuffer"}
 def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Open the buffers of GPUs on CPU ranks, where an interpreter runs their kernels."""
     if not on_gpus():
-        monkeypatch.setattr(Ranks, "_choose", lambda self, service: CLASSES[service])
+        monkeypatch.setattr(Ranks, "_choose", lambda self, service: buffer_class(CLASSES[service]))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "align16" not in name])

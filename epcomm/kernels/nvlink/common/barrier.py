@@ -5,6 +5,8 @@ release of the signals and the acquire of await_at(). Unlike a barrier of the ho
 ends when a rank is dead, and it needs only the memory that the ranks share.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

@@ -4,6 +4,8 @@ A receiver needs only the signals of the sender before it. So it starts while th
 waits for its end only at its own end, so that later kernels find all data that both have written.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from functools import cache
 

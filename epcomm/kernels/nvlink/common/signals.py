@@ -18,6 +18,8 @@ it missed.
 Kernels do not wait for excluded ranks, which are dead, and send nothing to them.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer

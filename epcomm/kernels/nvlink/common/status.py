@@ -1,5 +1,7 @@
 """The numbers of epcomm/protocol.py as constants of kernels, and how kernels note faults."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

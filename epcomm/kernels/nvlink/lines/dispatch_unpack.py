@@ -3,6 +3,8 @@
 A part of the receiver of low-latency dispatch over NVLink. Memory order: common/lines.py.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -126,8 +126,8 @@ class Sizes:
     top_k: Annotated[int, typer.Option(min=1, help="K, random.")] = 4
     chunks: Annotated[int, typer.Option(min=2, help="Of the chunked layer.")] = 4
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers, on T / 2 tokens each.")] = 4
-    heads: Annotated[int, typer.Option(min=1, help="Of 128, in the attention of a layer.")] = 48
-    layer_intermediate: Annotated[int, typer.Option(min=1, help="I, of its experts.")] = 3328
+    heads: Annotated[int, typer.Option(min=1, help="Of 128, in the attention of a layer.")] = 50
+    layer_intermediate: Annotated[int, typer.Option(min=1, help="I, of its experts.")] = 3456
     mbit_per_s: Annotated[float, typer.Option(help="The rate of a host.")] = 50.0
     iterations: Annotated[int, typer.Option(min=1, help="Measured steps of each.")] = 8
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of each before that.")] = 2

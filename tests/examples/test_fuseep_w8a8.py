@@ -18,8 +18,8 @@ CHOICES = {
     "fused_deep_moe": "mode fuseep on backend fused_deep_moe (FusedDeepMoE), 2 ranks with 2 "
     "experts each; experts computed by fused_deep_moe itself; y is reduced",
     "normal": "mode normal on backend collective (CollectiveBuffer), 2 ranks with 2 experts "
-    "each; runner quantized_reference: plain torch, which dequantises rows and matrices unless they "
-    "are INT8",
+    "each; runner quantized_reference: plain torch, which dequantises rows and matrices unless "
+    "they are INT8",
 }
 
 

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from epcomm import (
+    ConfigError,
     EPConfig,
     EPGroup,
     ExpertParallelExperts,
     Fp8BlockWeights,
+    Mxfp8Weights,
     ScaleDtype,
     WireDtype,
 )
@@ -53,6 +55,18 @@ def test_layer_equals_the_model(kind: str, config: str, batch: str, group: EPGro
         y = layer(mine.x, mine.topk)
         layer.check()
         assert_within(y, model(on_cpu, weights, kind))
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_scale"])
+def test_bytes_are_not_loaded_as_numbers(name: str, group: EPGroup) -> None:
+    plain = make_weights(SPECS["uneven"], group.world_size, intermediate_size=INNER)
+    weights = Mxfp8Weights.from_unquantized(plain)
+    layer = ExpertParallelExperts(weights, group, CONFIGS["normal"], top_k=2)
+    state = layer.state_dict()
+    value = weights.tensors()[name]
+    with pytest.raises(ConfigError, match=f"{name} is torch.uint8, expected {value.dtype}"):
+        layer.load_state_dict({**state, name: value.view(torch.uint8)})
+    layer.load_state_dict({**state, name: value})
 
 
 # Relative to the largest y. Rows in bfloat16 and, on a GPU, sums of FP8 products with 14 bits move

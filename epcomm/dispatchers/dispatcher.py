@@ -1,7 +1,5 @@
 """The dispatchers: check a call, send it through any buffer, wrap the result in a record."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace

@@ -33,12 +33,11 @@ least 2688 * 2**-120, above which 1 / row / scale cannot overflow. Elements far 
 to zero.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from epcomm.errors import ConfigError
 from epcomm.types import ROW_SCALE_BYTES, WireDtype, WireFormat, WireTensor
 
 # The formats that GEMMs of FP8 weights read: blocks of 128 elements.
@@ -133,7 +132,16 @@ def join_scales(block_scales: Tensor, row_scales: Tensor) -> Tensor:
 
     block_scales: [..., R, num_blocks], float8_e4m3fn.   row_scales: float32, broadcast to
         [..., R, 1], such as one scale for a matrix.
+
+    Raises:
+        ConfigError: other dtypes.
     """
+    dtypes = (block_scales.dtype, row_scales.dtype)
+    if dtypes != (torch.float8_e4m3fn, torch.float32):
+        raise ConfigError(
+            f"join_scales: scales are {dtypes[0]} and {dtypes[1]}, expected torch.float8_e4m3fn "
+            "of blocks and torch.float32 of rows; view or cast them"
+        )
     of_rows = row_scales.expand(*block_scales.shape[:-1], 1).contiguous()
     joined = torch.cat([of_rows.view(torch.uint8), block_scales.view(torch.uint8)], dim=-1)
     return F.pad(joined, (0, -joined.shape[-1] % ROW_SCALE_BYTES)).view(block_scales.dtype)

@@ -63,8 +63,9 @@ class BatchInvariance:
         if not treats_rows_alike:
             return cls(
                 reasons=(
-                    f"the bits of a row depend on its position in a product, with {threads} "
-                    f"threads and {instructions}; set another number by torch.set_num_threads()",
+                    "the bits of a row depend on its position in a product of these sizes, with "
+                    f"{threads} threads and {instructions}; take another dtype or number of "
+                    "threads (torch.set_num_threads())",
                 )
             )
         return cls(rests_on=f"torch {torch.__version__}, {instructions}, {threads} threads")

@@ -1,7 +1,5 @@
 """The products and checks of eight-bit experts that the GPU runners share."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import Tensor

@@ -6,8 +6,6 @@ activations are quantised again, to the format of the rows; router weights multi
 float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial

@@ -72,12 +72,14 @@ def cut_before_load(
 
     Raises:
         ShapeError: a share of another rank, of another number of ranks, or of unknown origin.
+        ConfigError: codes, or scales of one byte, of another dtype.
     """
     layer: ExpertParameters = module  # type: ignore[assignment]
     is_own = local_metadata.get(_METADATA) == _as_list(layer.shard)
     for name, parameter in layer.expert_parameters().items():
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor):
+            _check_codes(value, parameter, f"load_state_dict: {prefix}{name}", layer.group.where)
             state_dict[prefix + name] = _read(value, parameter, layer, prefix + name, is_own)
 
 
@@ -124,6 +126,15 @@ def part_at(tensor: ShareTensor, index: MetadataIndex) -> Tensor:
 def watch_optimizers() -> RemovableHandle:
     """Check the state of every optimizer of this process before each step from now on. Local."""
     return register_optimizer_step_pre_hook(_before_step)
+
+
+def _check_codes(value: Tensor, parameter: Tensor, what: str, where: str) -> None:
+    # torch would convert the numbers: a byte of 120 would become 2**7 as an exponent.
+    if parameter.dtype.itemsize == 1 and value.dtype is not parameter.dtype:
+        raise ConfigError(
+            f"{what} is {value.dtype}, expected {parameter.dtype} ({where}); view bytes as this "
+            "dtype, or quantise the experts before"
+        )
 
 
 def _read(

@@ -15,6 +15,7 @@ from epcomm import (
     plan,
 )
 from epcomm.errors import PlanRefused
+from epcomm.ops.fixed_blocks import BLOCK_SIZES
 from epcomm.ops.slots import pack
 from epcomm.platforms.machine import this_machine
 from epcomm.quantization import FP8_FLOAT32_SCALES
@@ -229,8 +230,25 @@ def test_positions_that_matter_on_this_machine_are_a_reason(
         out.copy_(rows @ matrix)
         out[-1] = after(out[0])
 
-    batch_invariant.treats_rows_alike.cache_clear()
+    batch_invariant.alike_blocks.cache_clear()
     monkeypatch.setattr(torch, "mm", multiply)
     with pytest.raises(PlanRefused, match="the bits of a row depend on its position"):
         plan(EPConfig(sum_groups=4), SPEC, weights=of_plan())
-    batch_invariant.treats_rows_alike.cache_clear()
+    batch_invariant.alike_blocks.cache_clear()
+
+
+def test_blocks_have_one_size_if_the_number_of_rows_matters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Products of 8 rows have other bits, as with AMX."""
+
+    def multiply(rows: Tensor, matrix: Tensor, *, out: Tensor) -> None:
+        out.copy_(rows @ matrix)
+        if len(rows) == BLOCK_SIZES[-1]:
+            out.copy_(after(out))
+
+    batch_invariant.alike_blocks.cache_clear()
+    monkeypatch.setattr(torch, "mm", multiply)
+    chosen = plan(EPConfig(sum_groups=4), SPEC, weights=of_plan())
+    assert chosen.rests_on.endswith(f"threads, blocks of {BLOCK_SIZES[1]} rows")
+    batch_invariant.alike_blocks.cache_clear()

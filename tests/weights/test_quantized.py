@@ -194,6 +194,8 @@ def test_nvfp4_takes_one_scale_for_a_matrix() -> None:
     of_blocks = scales.float() * of_matrix.view(3, 1, 1)
     expected = elements * of_blocks.repeat_interleave(16, dim=2)[:, :, :200]
     assert torch.equal(found["gate_up_proj"], expected)
+    with pytest.raises(ConfigError, match=r"float8_e4m3fn and torch\.float16, expected"):
+        join_scales(scales, of_matrix.view(3, 1, 1).half())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The common base of the buffers over plain collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar

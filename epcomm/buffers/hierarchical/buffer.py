@@ -12,8 +12,6 @@ fault, so all ranks raise and none waits for a message that is never sent. A los
 After the inner combine, a failure reaches only the ranks of the outer exchange.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace

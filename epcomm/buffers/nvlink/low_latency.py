@@ -10,8 +10,6 @@ rank, because calls have one order; a combine of that batch is then refused. Unt
 be combined any number of times, each time in a new epoch.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from types import ModuleType
 from typing import ClassVar

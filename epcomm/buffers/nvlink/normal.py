@@ -9,8 +9,6 @@ Sizes are exact, and the host reads counts while rows are in flight; or there is
 and the host reads nothing: for graphs, and where it must not wait.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import ClassVar

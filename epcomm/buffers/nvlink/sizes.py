@@ -1,7 +1,5 @@
 """Bytes of the NVLink buffers, as `plan` predicts them from numbers alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

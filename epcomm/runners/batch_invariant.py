@@ -141,7 +141,7 @@ def alike_blocks(
         with torch.inference_mode(False), torch.enable_grad():
             rows = row.repeat(sum(counts), 1).requires_grad_()
             results = run_blocks(rows, weights, blocks)
-            (gradients,) = torch.autograd.grad(results, rows, gradient.expand_as(results))
+            (gradients,) = torch.autograd.grad(results, rows, gradient.repeat(len(results), 1))
         return all(bool((each == each[0]).all()) for each in (results, gradients))
 
     return next((sizes for sizes in _BLOCK_CHOICES if are_alike(sizes)), ())

@@ -210,7 +210,7 @@ def _cubin() -> bytes:
 
 
 def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> None:
-    """Multiply rows by gate and up, activate and quantise the products: see fp8.py.
+    """Multiply rows by the gate and up matrices, then activate and quantise the products.
 
     From PACKED_BYTES on, rows of experts with PACKED_SLOTS_PER_EXPERT slots or more are copied into
     the order of slots first, if C has so many for each expert; this allocates [C, H] bytes until

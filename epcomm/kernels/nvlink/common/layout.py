@@ -47,7 +47,7 @@ _PLANE_ALIGNMENT = VECTOR_BYTES // _WORD_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLayout(ABC):
-    """The offsets in bytes of the regions of a block.
+    """The regions of a block, and the byte at which each begins.
 
     Strides of rows are multiples of VECTOR_BYTES.
 

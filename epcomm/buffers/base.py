@@ -186,9 +186,12 @@ class Buffer(Backend):
 
     counts_calls: every call starts with headers, which increment Calls.next_batch. Until then a
         failure on one rank can still be reported to all.
+    begins_calls: a call may be begun: it runs on the thread of transfers, and on a CUDA device on
+        the stream of transfers.
     """
 
     counts_calls: bool = False
+    begins_calls: bool = False
 
     @abstractmethod
     def dispatch(self, call: DispatchCall) -> Dispatched:

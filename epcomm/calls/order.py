@@ -46,6 +46,7 @@ from epcomm.calls.header import (
     CallSign,
     operation_of,
 )
+from epcomm.calls.side_stream import SideStream
 from epcomm.calls.transfers import Transfers
 from epcomm.collectives.base import Closable, Collectives, Scalar
 from epcomm.config import Mode
@@ -138,7 +139,9 @@ class Calls:
         if self.transfers is None and not self.cannot_begin and self.world_size > 1:
             self.cannot_begin = self.collectives.separate()
             if not self.cannot_begin:
-                self.transfers = Transfers(self.names.where)
+                device, streams = self.collectives.device, self.collectives.streams
+                side = SideStream(device, streams) if device.type == "cuda" else None
+                self.transfers = Transfers(self.names.where, side)
 
     def settle(self) -> None:
         """Wait for the calls begun so far, before another call of the group. Local."""

@@ -59,6 +59,19 @@ class StreamOrder:
             stream.wait_stream(self._stream)
         self._stream, self._number = stream, number
 
+    def fork(self, device: torch.device, side: torch.cuda.Stream) -> torch.cuda.Event:
+        """Return an event after which the next call runs on `side`, in order. Local.
+
+        Calls on `side` are in order among themselves, so the current stream does not wait for them.
+        """
+        if self._stream is not side:
+            self.follow(device)
+        begun = torch.cuda.Event()
+        begun.record(torch.cuda.current_stream(device))
+        if not torch.cuda.is_current_stream_capturing():
+            self._stream, self._number = side, side.cuda_stream
+        return begun
+
 
 class Collectives(ABC):
     """The collective operations over the ranks of one group.

@@ -36,6 +36,9 @@ class StagedCollectives(Collectives):
         # The host waits in the wrapped collectives.
         self._over.limit_waits(timeout_s)
 
+    def separate(self) -> str:
+        return self._over.separate()
+
     def split(self, parts: Sequence[Sequence[int]], *, scope: str) -> Collectives:
         found = super().split(parts, scope=scope)
         assert isinstance(found, StagedCollectives), "_make_part made it"

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import (
     AllToAllOptions,  # type: ignore[attr-defined]
 )
 
-from epcomm.collectives.base import Collectives, check_sendable, receiving
+from epcomm.collectives.base import Collectives, Scalar, check_sendable, receiving
 from epcomm.collectives.bounded import SLICE_S, BoundedWait
 from epcomm.collectives.failure_board import StoreFailureBoard
 from epcomm.collectives.gloo_threads import settle_at_exit
@@ -73,10 +73,17 @@ class TorchDistCollectives(Collectives):
         self.process_group = self._group = None
 
     def separate(self) -> str:
-        if self.bounded is None:
+        if self._group is not self.process_group:
+            return ""
+        group = self._open_group()
+        if self.bounded is not None:
+            self._group = _connected(self, group, range(self.world_size))
+        elif self.device.type != "cuda":
             return super().separate()
-        if self._group is self.process_group:
-            self._group = _connected(self, self._open_group(), range(self.world_size))
+        elif len(set(self._gather_num_groups())) > 1:
+            return "ranks have different numbers of process groups"
+        else:
+            self._group = self._new_group(group, range(self.world_size))
         return ""
 
     def _make_part(self, ranks: Sequence[int]) -> Collectives:
@@ -85,20 +92,38 @@ class TorchDistCollectives(Collectives):
         assert whole is not None, "parts are not divided further"
         if self.bounded is not None:
             return _GlooPart(self, whole, ranks)
-        # torch derives the name of a group from its ranks and from the number of groups that each
-        # rank has. If those numbers differ, the ranks use different names and never meet.
-        num_groups = len(dist.distributed_c10d._world.pg_names)
-        self.agree({"living process groups": num_groups}, what="dividing the ranks")
-        part = dist.new_group(
+        num_groups = self._gather_num_groups()
+        if len(set(num_groups)) > 1:
+            raise ConfigError(
+                f"split: the ranks have {num_groups} process groups, expected equal numbers, from "
+                f"which torch derives names ({self.names.where}); make the same groups everywhere"
+            )
+        return TorchDistCollectives(self._new_group(whole, ranks))
+
+    def _gather_num_groups(self) -> list[Scalar]:
+        """Return the number of living process groups of each rank. Collective: yes.
+
+        torch derives the name of a group from its ranks and from this number. If the numbers
+        differ, ranks use different names and never meet.
+        """
+        record = {"groups": len(dist.distributed_c10d._world.pg_names)}
+        return [each["groups"] for each in self.gather_records(record, phase="dividing the ranks")]
+
+    def _new_group(self, whole: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Make a process group of `ranks` of `whole`, which torch destroys with the others.
+
+        Collective: yes, over `ranks`.
+        """
+        made = dist.new_group(
             [dist.get_global_rank(whole, rank) for rank in ranks],
             backend=_backend_of(whole),
             # Ranks outside the group do not take part.
             use_local_synchronization=True,
         )
-        assert isinstance(part, dist.ProcessGroup), "new_group() returns a group to its members"
-        # The part is not destroyed here: torch derives its name from the ranks, and a later group
-        # of the same name would use the old addresses.
-        return TorchDistCollectives(part)
+        assert isinstance(made, dist.ProcessGroup), "new_group() returns a group to its members"
+        # It is not destroyed here: torch derives its name from the ranks, and a later group of the
+        # same name would use the old addresses.
+        return made
 
     def all_to_all(
         self,

@@ -124,10 +124,10 @@ class Dispatcher(Generic[DispatchT, CombineT]):
     def is_asynchronous(self) -> bool:
         """Return whether dispatch_async() and combine_async() begin the whole transfer.
 
-        True on CPU ranks over gloo, and over MPI with MPI_THREAD_MULTIPLE, except for kernels of
-        vendors; not while a TorchDispatchMode must see the operators.
+        True over gloo, NCCL, NVLink in normal mode, and over MPI with MPI_THREAD_MULTIPLE; not for
+        kernels of vendors, nor while a TorchDispatchMode must see the operators.
         """
-        has_thread = self._calls.transfers is not None and self._buffer.counts_calls
+        has_thread = self._calls.transfers is not None and self._buffer.begins_calls
         return has_thread and not is_watched()
 
     @ranged("dispatch", is_traced=False)

@@ -21,6 +21,7 @@ from epcomm.testing.oracle import relative_error
 from epcomm.types import WireDtype, WireFormat
 from epcomm.weights.unquantized import LateGradient
 from tests.cases.recorder import Recorder
+from tests.dispatchers.test_transfers import BACKENDS
 
 NUM_RANKS, NUM_CHUNKS = 2, 4
 # Rank 0 has no tokens and rank 1 fewer than chunks; with four ranks, rank 3 has more.
@@ -38,14 +39,16 @@ PARTS = ("experts", "dispatch", "ids", "capacity")
 
 def layer_of(group: EPGroup, spec: BatchSpec = SPEC, **changes: Any) -> ExpertParallelExperts:  # noqa: ANN401
     weights = make_weights(spec, group.world_size)
-    return ExpertParallelExperts(weights, group, replace(CONFIG, **changes), top_k=spec.top_k)
+    config = replace(CONFIG, **changes)
+    return ExpertParallelExperts(weights, group, config, top_k=spec.top_k).to(group.device)
 
 
 def results_of(
     layer: ExpertParallelExperts, spec: BatchSpec, *, checkpoints: bool = False
 ) -> dict[str, Tensor]:
     """Return y, the gradients of the inputs, and those of the experts."""
-    batch = make_batch(spec, layer.group.rank, layer.group.world_size)
+    group = layer.group
+    batch = make_batch(spec, group.rank, group.world_size).to(group.device)
     x, weights = batch.x.requires_grad_(), batch.topk_weights.requires_grad_()
     topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=weights)
     layer.zero_grad()
@@ -60,7 +63,7 @@ def results_of(
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("backend", ["collective", "shared_memory"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpointed"])
 def test_chunks_change_only_the_sums_of_expert_gradients(
@@ -93,7 +96,8 @@ def test_chunks_change_only_the_sums_of_expert_gradients(
 
 
 def inputs_of(layer: ExpertParallelExperts, spec: BatchSpec) -> tuple[Tensor, TopKOutput]:
-    batch = make_batch(spec, layer.group.rank, layer.group.world_size)
+    group = layer.group
+    batch = make_batch(spec, group.rank, group.world_size).to(group.device)
     return batch.x, batch.topk
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,11 +30,14 @@ from epcomm.buffers.collective.all_to_all import SendPlan
 from epcomm.spec import HostLayout
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, make_weights
 from tests.cases.recorder import LIMIT_S, Recorder
+from tests.multi_rank import BACKEND_ENV, SHARED_GPUS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-BACKENDS = ("collective", "shared_memory")
+# Processes of CPUs share memory; GPUs use NVLink, alone where ranks share one.
+ON_DEVICES = {"nccl": ("collective", "nvlink"), SHARED_GPUS: ("nvlink",)}
+BACKENDS = ON_DEVICES.get(os.environ.get(BACKEND_ENV, ""), ("collective", "shared_memory"))
 NUM_HOSTS = 2
 # Rank 0 has no tokens.
 BATCH = BatchSpec(
@@ -53,8 +57,9 @@ class Rank:
         )
         weights = make_weights(BATCH, group.world_size)
         self.group = group
-        self.layer = ExpertParallelExperts(weights, group, config, top_k=BATCH.top_k)
-        self.batch = make_batch(BATCH, group.rank, group.world_size)
+        layer = ExpertParallelExperts(weights, group, config, top_k=BATCH.top_k)
+        self.layer = layer.to(group.device)
+        self.batch = make_batch(BATCH, group.rank, group.world_size).to(group.device)
         found = self.layer.phases.prefill
         assert isinstance(found, DeepEPNormalDispatcher), "the mode is normal"
         self.dispatcher = found

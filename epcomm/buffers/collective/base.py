@@ -79,6 +79,7 @@ class OverCollectives:
     sums_groups: ClassVar[bool] = True
     # Documented in Buffer.
     counts_calls: bool
+    begins_calls = True
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:

@@ -86,6 +86,7 @@ class HierarchicalBuffer(Buffer):
     sums_groups: ClassVar[bool] = True
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
     counts_calls = True
+    begins_calls = True
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:

@@ -10,6 +10,7 @@ and the host reads nothing: for graphs, and where it must not wait.
 """
 
 import logging
+import time
 from dataclasses import replace
 from typing import ClassVar
 
@@ -53,6 +54,8 @@ from epcomm.types import FLOAT32_SUM_DTYPES, Layout, RowsPer, WireTensor, align_
 
 _logger = logging.getLogger(__name__)
 
+# Seconds between two reads of counts by the thread of begun calls.
+_PAUSE_S = 2e-5
 # Blocks of CPU ranks in tests: enough to wait for one another.
 _CPU_BLOCKS = 3
 # A buffer without a limit grows to a multiple of this number of tokens.
@@ -144,6 +147,8 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         super().__init__(calls, spec, num_counters=6)
+        # On CPU ranks an interpreter runs the kernels.
+        self.begins_calls = self._is_cuda
         self._num_dispatches = 0
         # Memory for counts that no kernel writes any longer.
         self._spare_totals: Totals | None = None
@@ -322,6 +327,13 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         )
         return block
 
+    def _check_wait(self) -> None:
+        """Raise the timeout that a kernel has reported; let the caller of a begun call run."""
+        self._report.check()
+        transfers = self._calls.transfers
+        if transfers is not None and transfers.is_here:
+            time.sleep(_PAUSE_S)
+
     def _read_counts(self, call: DispatchCall) -> NormalCounts:
         """Wait for the counts of all ranks.
 
@@ -330,7 +342,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             ShapeError, CapacityError, ConfigError: as check_headers().
         """
         timeout_s = 2 * self._collectives.kernel_timeout_s
-        totals = self._totals.wait(self._report.check, timeout_s)
+        totals = self._totals.wait(self._check_wait, timeout_s)
         if totals is None:
             raise EPTimeout(
                 f"{self.name}: no counts within {timeout_s:g} s (rank {self._rank} of "

@@ -290,8 +290,8 @@ def test_close_does_not_wait_for_calls_that_it_cancels() -> None:
 
 @pytest.mark.ranks(2)
 def test_an_error_of_other_code_in_backward_leaves_the_group_usable(group: EPGroup) -> None:
-    rank = Rank(group, "collective")
-    leaf = torch.ones(2, requires_grad=True)
+    rank = Rank(group, BACKENDS[0])
+    leaf = torch.ones(2, requires_grad=True, device=group.device)
 
     def fail() -> None:
         raise ValueError("not finite")

@@ -27,6 +27,7 @@ from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
 from epcomm.records import Handle, RowsCombineInput
 from epcomm.testing import buffer_suite
+from epcomm.testing.poison import poisoned_memory
 from epcomm.types import RowsPer
 from tests.buffers.nvlink.test_low_latency import (
     HIDDEN,
@@ -102,6 +103,26 @@ def test_rows_that_are_quantised_already_travel_as_they_are() -> None:
     with EPGroup() as group:
         env = env_of(group, wire=FP8_POWER_OF_TWO_SCALES, hidden_size=300)
         buffer_suite.check_wire_tensors(env, buffer_suite.BATCH_SPECS["holes"])
+
+
+@pytest.mark.ranks(2)
+def test_scalars_return_to_a_rank_that_has_received_no_rows() -> None:
+    with EPGroup() as group, poisoned_memory():
+        buffer = group.open_buffer("NVLinkBuffer", spec_of())
+        call = replace(call_of(1, group.rank, 2, group.device), flags=TRAINS)
+        # All tokens go to rank 1, which sends its ids back; the ids of the second call are masked.
+        ids = NUM_LOCAL + torch.arange(TOP_K, device=group.device).expand_as(call.topk_ids)
+        for topk_ids in (ids, torch.full_like(ids, -1)):
+            out = buffer.dispatch(replace(call, topk_ids=topk_ids.contiguous()))
+            rows = out.rows.data
+            assert len(rows) > 0 or group.rank == 0 or topk_ids is not ids
+            scalars = 3 + torch.arange(TOP_K, device=group.device).float().repeat(len(rows), 1)
+            _, found = buffer.combine(
+                rows, out.exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars
+            )
+            assert found is not None
+            expected = torch.where(topk_ids >= 0, 3 + topk_ids - NUM_LOCAL, 0)
+            assert torch.equal(found, expected.float())
 
 
 class SingleReceiveBuffer(NVLinkBuffer):

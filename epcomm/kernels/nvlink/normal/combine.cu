@@ -496,7 +496,8 @@ __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_faile
         pass_to_copies();
         if (is_void) write_void(to);
         else add_rows<false, Sum>(ring, rows, {0, 0.0f, 0}, bias, (Numbers*)to);
-        if (a.scalars != nullptr) {
+        // A rank that has received no rows has no scalars, but its tokens have.
+        if (a.out_scalars != nullptr) {
             float scalar = is_void ? NOT_A_NUMBER : 0.0f;
             for (int source = 0; source < WORLD; source++) {
                 const int sent = __shfl_sync(ALL_LANES, place, source);

@@ -32,12 +32,17 @@ ALTERNATIVES: Mapping[str, Callable[[int], Contender]] = {
 }
 
 
-def run_bench(options: BenchOptions, on_round: Callable[[int], None]) -> Report:
+def run_bench(
+    options: BenchOptions,
+    on_round: Callable[[int], None],
+    on_tokens: Callable[[Report], None] = lambda report: None,
+) -> Report:
     """Check and measure every contender at every T: the same report on all ranks.
 
     Args:
         options: of the run, equal on all ranks.
         on_round: called on every rank with T, after each timed round.
+        on_tokens: called on every rank after each T, with the report up to there.
 
     Collective: yes, over the default process group.   Host sync: yes.
     Raises:
@@ -66,7 +71,9 @@ def run_bench(options: BenchOptions, on_round: Callable[[int], None]) -> Report:
         with EPGroup(dist.group.WORLD) as group, torch.no_grad():
             batches = options.make_batches(tokens, group.world_size, device)
             measure(options, group, batches, report, partial(on_round, tokens))
-    return replace(report, advice=advise(report.results))
+        report = replace(report, advice=advise(report.results))
+        on_tokens(report)
+    return report
 
 
 def _measure_pairs(

@@ -118,7 +118,7 @@ class RunOptions:
 class ReportOptions:
     """How a run is reported."""
 
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None
+    output: Annotated[Path | None, typer.Option(help="Write the report there after each T.")] = None
     plot: Annotated[Path | None, typer.Option(help="Draw it there; needs matplotlib.")] = None
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
     verbose: Annotated[
@@ -195,7 +195,12 @@ def bench_on_rank(options: BenchOptions, shown_as: ReportOptions) -> int:
         def show(tokens: int) -> None:
             progress.update(task, description=f"T = {tokens}", advance=1)
 
-        report = run_bench(options, show)
+        def keep(found: Report) -> None:
+            # After each T, so that a run that is ended keeps what it has measured.
+            if is_first and shown_as.output is not None:
+                shown_as.output.write_text(as_json(found), encoding="utf-8")
+
+        report = run_bench(options, show, keep)
     if is_first:
         if options.trace:
             Path(options.trace).write_text(exposure.as_json(report.events), encoding="utf-8")
@@ -205,13 +210,10 @@ def bench_on_rank(options: BenchOptions, shown_as: ReportOptions) -> int:
 
 
 def _show(found: Report, report: ReportOptions) -> None:
-    text = as_json(found)
-    if report.output is not None:
-        report.output.write_text(text, encoding="utf-8")
     if report.plot is not None:
         draw(found).savefig(report.plot, dpi=110)
     if report.json:
-        sys.stdout.write(text)
+        sys.stdout.write(as_json(found))
         return
     console = Console(highlight=False)
     write = partial(console.print, markup=False, soft_wrap=True)

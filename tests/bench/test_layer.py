@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from epcomm import EPGroup, ExpertWeights
+from epcomm.bench import layer
 from epcomm.bench.bounds import bound_layer
 from epcomm.bench.contenders.all_gather import AllGather
 from epcomm.bench.options import BenchOptions
@@ -123,6 +125,21 @@ def test_the_command_prints_parts_and_bounds(capsys: pytest.CaptureFixture[str])
         printed = capsys.readouterr().out
         assert printed.index("products") < printed.index("bound") < printed.index("torch")
         assert "grouped_mm" in printed
+
+
+@pytest.mark.ranks(2)
+def test_a_run_that_ends_early_keeps_what_it_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, timed = tmp_path / "layers.json", iter([layer.time_all])
+    monkeypatch.setattr(layer, "time_all", lambda *given, **named: next(timed)(*given, **named))
+    options = replace(OPTIONS, tokens=(1, 3), modes=(Mode.LOW_LATENCY,), weights=("bf16",))
+    with pytest.raises(StopIteration):
+        bench_on_rank(options, ReportOptions(output=path))
+    if dist.get_rank() == 0:
+        report = json.loads(path.read_text("utf-8"))
+        assert [each["tokens"] for each in report["results"]] == [1, 1]
+        assert report["advice"].startswith("Take mode low_latency on backend collective at T = 1")
 
 
 def test_options_change_the_sizes_of_a_shape() -> None:

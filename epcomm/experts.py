@@ -449,9 +449,8 @@ class ExpertParallelExperts(nn.Module):
             if isinstance(path, PipelinePath) and path.phases.any_of(decode=False).is_asynchronous:
                 how = str(self.config.chunks)
             lines.append(f"chunks: {how}")
-        calls = self.group.calls
-        if calls.waits and calls.cannot_begin:
-            lines.append(f"begun calls: made in wait(), because {calls.cannot_begin}")
+        if reason := self.group.calls.cannot_begin:
+            lines.append(f"begun calls: made in wait(), because {reason}")
         if self.placement is None:
             return "\n".join(lines)
         memory = MoveMemory.of(

@@ -345,6 +345,7 @@ class Calls:
     def _records_phase(self, phase: str) -> str:
         """Compare calls if the host waits; return the name of the exchange that follows."""
         if not self.waits:
+            self.settle()
             return phase
         self.announce_to_parts(CallKind.RECORDS, phase=phase)
         return f"{phase}, records"

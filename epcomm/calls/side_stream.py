@@ -59,6 +59,10 @@ class SideStream:
 
         return run
 
+    def precede(self) -> None:
+        """Make the current stream wait for the calls begun so far. Local. Host sync: none."""
+        self._order.follow(self._device)
+
     def has_ended(self, future: Future[Launched[Any]]) -> bool:
         """Return whether the device has finished a call. Local. Host sync: none."""
         if not future.done():

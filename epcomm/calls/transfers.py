@@ -93,11 +93,15 @@ class Transfers:
     def settle(self) -> None:
         """Wait until the calls begun so far have ended; wait() raises their errors.
 
+        On a CUDA device the current stream waits for them, and the host only for their launches.
+
         Local; on the thread of the calls it returns immediately.
         """
         if self.last is not None and not self.is_here:
             wait([self.last])
             self.last = None
+            if self._side_stream is not None:
+                self._side_stream.precede()
 
     def close(self) -> None:
         """End the thread after its current call. Local, idempotent."""

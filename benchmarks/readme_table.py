@@ -3,7 +3,7 @@
     python -m benchmarks.readme_table README.md docs/performance.md
 
 replaces the text between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` by the tables of
-benchmarks/results/NAME.json.
+benchmarks/results/NAME.json. Several names with commas make one table of whole layers.
 """
 
 import json
@@ -18,7 +18,7 @@ from benchmarks.tables import render
 RESULTS = Path(__file__).parent / "results"
 
 _MARKED = re.compile(
-    r"(?P<start><!-- benchmark:(?P<name>[\w-]+) -->\n).*?"
+    r"(?P<start><!-- benchmark:(?P<names>[\w,-]+) -->\n).*?"
     r"(?P<end><!-- /benchmark -->)",
     re.DOTALL,
 )
@@ -32,8 +32,9 @@ def fill(text: str, results: Path = RESULTS) -> str:
     """
 
     def table(match: re.Match[str]) -> str:
-        result = json.loads((results / f"{match['name']}.json").read_text("utf-8"))
-        return f"{match['start']}{render(result)}{match['end']}"
+        paths = [results / f"{name}.json" for name in match["names"].split(",")]
+        found = [json.loads(path.read_text("utf-8")) for path in paths]
+        return f"{match['start']}{render(found)}{match['end']}"
 
     return _MARKED.sub(table, text)
 

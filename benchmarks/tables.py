@@ -1,18 +1,16 @@
 """Render the results of all programs as Markdown, for readme_table.py."""
 
 from collections.abc import Callable, Mapping, Sequence
-from textwrap import wrap
 from types import MappingProxyType
 from typing import Any
 
+from epcomm.bench.contenders.all_gather import AllGather
 from epcomm.bench.report import TITLES
 from epcomm.planning.measurements import BENCHMARK
 
 # A result as its program wrote it. The keys depend on the kind of result.
 Result = Mapping[str, Any]
 
-# Characters of a line of a long caption.
-_WIDTH = 120
 _QUANTILES = ("p50", "p95", "p99")
 # Columns of a result of NVLink buffers, and the spans that each adds up.
 _WAYS = {
@@ -24,6 +22,8 @@ _WAYS = {
     "NCCL all-to-all, both ways": ("all_to_all_dispatch", "all_to_all_combine"),
     "NCCL all-gather and reduce-scatter": ("all_gather", "reduce_scatter"),
 }
+# Backends of a table of the layers of several results.
+_LAYER_COLUMNS = ("nvlink", "collective", AllGather.name)
 # Columns of a result of overlap.
 _OVERLAP = {
     "product": "product",
@@ -53,9 +53,47 @@ _ROUTERS = {
 }
 
 
-def render(result: Result) -> str:
-    """Return the tables of one result, followed by a caption with the conditions."""
+def render(results: Sequence[Result]) -> str:
+    """Return the tables of one result, or one table of the layers of several, and a caption."""
+    if len(results) > 1:
+        return _render_layers(results)
+    (result,) = results
     return _RENDERERS[result["benchmark"]](result)
+
+
+def _render_layers(results: Sequence[Result]) -> str:
+    """Return a row for each bound: what a layer of each backend takes from a graph."""
+    rows = []
+    for result in results:
+        sizes = result["configuration"]
+        for bound in _bounds_of(result):
+            layers = _layers_of(result, bound)
+            us = {
+                each["backend"]: each["us"]["layer"]["p50"] for each in layers if each["in_graph"]
+            }
+            least = bound["us"]["layer"]
+            cells = [_number(us.get(name), 0) for name in _LAYER_COLUMNS]
+            cells[1:1] = [_number(us["nvlink"] / least if "nvlink" in us else None, 2)]
+            layer = f"{sizes['shape']} on {sizes['ranks']} GPUs"
+            rows.append([layer, bound["weights"], str(bound["tokens"]), f"{least:.0f}", *cells])
+    columns = [TITLES.get(name, name) for name in _LAYER_COLUMNS]
+    columns[1:1] = ["over the bound"]
+    heads = ["us of a layer", "experts", "tokens a GPU", "bound", *columns]
+    caption = (
+        f"{_where(results[0])}, {_torch(results[0])}, {_commits(results)}; medians of calls in "
+        "graphs on the slowest rank"
+    )
+    return _page(_table(heads, rows), caption)
+
+
+def _bounds_of(result: Result) -> list[Result]:
+    return sorted(result["bounds"], key=lambda each: (each["tokens"], each["weights"]))
+
+
+def _layers_of(result: Result, bound: Result) -> list[Result]:
+    """Return the layers at the T, and with the format of experts, of a bound."""
+    case = bound["tokens"], bound["weights"]
+    return [each for each in result["results"] if (each["tokens"], each["weights"]) == case]
 
 
 def _render_bench(result: Result) -> str:
@@ -65,8 +103,8 @@ def _render_bench(result: Result) -> str:
     what = "whole layers and their parts" if rates else "dispatch and combine"
     caption = (
         f"{sizes['ranks']} ranks over {sizes['transport']} on {_where(result)}, {_layer(sizes)}, "
-        f"{sizes['dtype']}, {_torch(result)}; medians in us of {what} on the slowest rank, "
-        f"{sizes['iterations']} calls of each in turn: `{result['command']}`"
+        f"{sizes['dtype']}, {_torch(result)}, {_commits([result])}; medians in us of {what} on "
+        f"the slowest rank, {sizes['iterations']} calls of each in turn: `{result['command']}`"
     )
     if rates:
         units = {"_gb_per_s": " {:.0f} GB/s", "_tflops": " {:.0f} TFLOP/s"}
@@ -83,7 +121,9 @@ def _render_bench(result: Result) -> str:
 def _table_of_pairs(timings: Sequence[Result]) -> list[str]:
     """Return a row for each T and a column for each contender."""
     cells = {
-        (str(each["tokens"]), _contender(each)): f"{each['us']['pair']['p50']:.0f}"
+        (str(each["tokens"]), _contender(each, in_graph=each["in_graph"])): (
+            f"{each['us']['pair']['p50']:.0f}"
+        )
         for each in timings
     }
     rows, names = (list(dict.fromkeys(found)) for found in zip(*cells, strict=True))
@@ -92,25 +132,34 @@ def _table_of_pairs(timings: Sequence[Result]) -> list[str]:
 
 
 def _table_of_layers(result: Result) -> list[str]:
-    """Return a row for each layer and bound, by T and format of the experts, the fastest first."""
-    found = [(each, "bound", each["us"]) for each in result["bounds"]]
-    found += [
-        (each, _contender(each), {span: us["p50"] for span, us in each["us"].items()})
-        for each in result["results"]
-    ]
-    found.sort(key=lambda row: (row[0]["tokens"], row[0]["weights"], row[2]["layer"]))
+    """Return a row for each bound and layer, by T and format of the experts, the fastest first.
+
+    Times are those of graphs where the layer is replayed from one; the last column has the others.
+    """
     spans = ("dispatch", "products", "combine", "layer")
-    rows = [
-        [str(each["tokens"]), each["weights"], name, *(f"{us[span]:.0f}" for span in spans)]
-        for each, name, us in found
-    ]
-    return _table(["tokens a rank", "experts", "", *spans], rows, is_first_text=False)
+    rows = []
+    for bound in _bounds_of(result):
+        graphs: dict[str, dict[str, float]] = {}
+        eager: dict[str, dict[str, float]] = {}
+        for each in _layers_of(result, bound):
+            us = {span: each["us"][span]["p50"] for span in spans}
+            (graphs if each["in_graph"] else eager)[_contender(each)] = us
+        found = sorted((eager | graphs).items(), key=lambda named: named[1]["layer"])
+        for name, us in [("bound", bound["us"]), *found]:
+            cells = [f"{us[span]:.0f}" for span in spans]
+            cells.append(f"{us['layer'] / bound['us']['layer']:.2f}")
+            launched = eager[name]["layer"] if name in eager else None
+            rows.append(
+                [str(bound["tokens"]), bound["weights"], name, *cells, _number(launched, 0)]
+            )
+    heads = ["tokens a rank", "experts", "", *spans, "over the bound", "layer from Python"]
+    return _table(heads, rows, is_first_text=False)
 
 
-def _contender(timing: Result) -> str:
+def _contender(timing: Result, *, in_graph: bool = False) -> str:
     parts = [(timing["mode"] or "torch").replace("_", " ")]
     parts += [TITLES.get(timing["backend"], timing["backend"]), timing.get("runner", "")]
-    return ", ".join(filter(None, [*parts, "graph" if timing["in_graph"] else ""]))
+    return ", ".join(filter(None, [*parts, "graph" if in_graph else ""]))
 
 
 def _render_dispatch_combine(result: Result) -> str:
@@ -164,34 +213,16 @@ def _render_nvlink(result: Result) -> str:
         for each in by_sms
     ]
     rate_heads = [f"{_words(name)}, GB/s" for name in rates]
-    sizes, commit = result["configuration"], result["versions"]["commit"]
-    # A + says that files differed from the commit.
-    version = f"epcomm {commit.removesuffix('+')}{' with changes' if commit.endswith('+') else ''}"
+    sizes = result["configuration"]
     caption = (
         f"{sizes['ranks']} ranks on {_where(result)}, {_layer(sizes)}, {_torch(result)}, "
-        f"{version}; medians in us of captured graphs on the slowest rank"
+        f"{_commits([result])}; medians in us of captured graphs on the slowest rank"
     )
     tables = _table(["tokens a rank", *_WAYS], rows, is_first_text=False)
     if by_sms:
         tables += ["", *_table(["SMs", *rate_heads], rate_rows, is_first_text=False)]
         caption += f"; remote bytes alone, at {sizes['sms_tokens']} tokens"
     return _page(tables, f"{caption}: `{result['command']}`")
-
-
-def _render_beside(result: Result) -> str:
-    """Return the table of contenders beside one another, and what each includes."""
-    names = list(result["rows"][0]["us"])
-    rows = [[each["work"], *(f"{each['us'][name]:g}" for name in names)] for each in result["rows"]]
-    versions = result["versions"]
-    which = ", ".join(f"{name} {versions[name]}" for name in names)
-    caption = (
-        f"{result['configuration']['ranks']} ranks on {_where(result)}, "
-        f"{_layer(result['configuration'])}, {_torch(result)}, {which}; medians of captured graphs "
-        f"on the slowest rank. {'; '.join(result['boundaries'])}."
-    )
-    if "note" in result:
-        caption += f" {result['note']}"
-    return _page(_table(["us", *names], rows), *wrap(caption, _WIDTH, break_on_hyphens=False))
 
 
 def _render_deep_ep(result: Result) -> str:
@@ -343,11 +374,9 @@ def _render_gate(result: Result) -> str:
         for each in findings
         if each["us"] is not None
     }
+    routers = [name for name in _ROUTERS if any(name == router for _, _, router in us)]
     rows = [
-        [
-            f"{shape}, {tokens} tokens",
-            *(_number(us.get((shape, tokens, router)), 2) for router in _ROUTERS),
-        ]
+        [f"{shape}, {tokens} tokens", *(_number(us.get((shape, tokens, r)), 2) for r in routers)]
         for shape, tokens in dict.fromkeys((each["shape"], each["tokens"]) for each in findings)
     ]
     versions = result["versions"]
@@ -361,7 +390,8 @@ def _render_gate(result: Result) -> str:
         for each in findings
         if each["fault"]
     ]
-    return _page(_table(["us", *_ROUTERS.values()], rows), "; ".join([caption, *faults]))
+    heads = ["us", *(_ROUTERS[name] for name in routers)]
+    return _page(_table(heads, rows), "; ".join([caption, *faults]))
 
 
 def _render_placement(result: Result) -> str:
@@ -408,6 +438,13 @@ def _torch(result: Result) -> str:
     return f"torch {result['versions']['torch']}"
 
 
+def _commits(results: Sequence[Result]) -> str:
+    """Return the measured commits; a + says that files differed from the commit."""
+    found = dict.fromkeys(each["versions"]["commit"] for each in results)
+    named = (each.replace("+", " with changes") for each in found)
+    return f"epcomm {', '.join(named)}"
+
+
 def _where(result: Result) -> str:
     """Name the accelerator, or the cores and the processor where there is none."""
     hardware = result["hardware"]
@@ -433,7 +470,6 @@ _RENDERERS: Mapping[str, Callable[[Result], str]] = MappingProxyType(
         BENCHMARK: _render_bench,
         "dispatch_combine": _render_dispatch_combine,
         "nvlink": _render_nvlink,
-        "beside": _render_beside,
         "deep_ep": _render_deep_ep,
         "eager": _render_eager,
         "overlap": _render_overlap,

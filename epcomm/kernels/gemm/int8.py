@@ -11,7 +11,7 @@ only 128 of them. The hidden rows therefore pass through memory in float32 (bflo
 other codes): 4 I bytes written, 4 I bytes read and I bytes written for each used slot. Finding the
 largest magnitude by atomics would save none of these bytes, because the quantising program holds a
 whole row; quantising in the second product would read 4 I bytes again for each column tile. Times:
-benchmarks/results/h200_gemm_int8.json.
+benchmarks/results/h100_gemm_int8.json.
 """
 
 import triton

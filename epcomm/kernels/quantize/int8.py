@@ -3,7 +3,7 @@
 One program holds a whole row in registers, so each element is read once although its code needs the
 largest magnitude of the row; 16 neighbouring elements a thread make 16-byte loads and stores. Rows
 of fewer than 1024 elements leave a program with little to do, and rows beyond about 65,000 elements
-no longer fit into registers. Times: benchmarks/results/h200_quant_rows.json.
+no longer fit into registers.
 """
 
 import triton

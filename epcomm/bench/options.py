@@ -144,12 +144,10 @@ class BenchOptions:
 
 def described(options: BenchOptions) -> dict[str, str | int]:
     """Return the options as a report writes them, without those that are None."""
-    values = asdict(options)
-    del values["command"]
     return {
         name: ",".join(map(str, value)) if isinstance(value, tuple) else value
-        for name, value in values.items()
-        if value not in (None, (), "")
+        for name, value in asdict(options).items()
+        if name != "command" and value not in (None, (), "")
     }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.options import BenchOptions, described
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Report, Timing, Wrong
-from epcomm.bench.report import advise
+from epcomm.bench.report import advise, as_json
 from epcomm.bench.turns import call_of, is_in_graph, time_all
 from epcomm.errors import BackendUnavailable, ConfigError
 from epcomm.group import EPGroup
@@ -33,16 +34,14 @@ ALTERNATIVES: Mapping[str, Callable[[int], Contender]] = {
 
 
 def run_bench(
-    options: BenchOptions,
-    on_round: Callable[[int], None],
-    on_tokens: Callable[[Report], None] = lambda report: None,
+    options: BenchOptions, on_round: Callable[[int], None], output: Path | None = None
 ) -> Report:
     """Check and measure every contender at every T: the same report on all ranks.
 
     Args:
         options: of the run, equal on all ranks.
         on_round: called on every rank with T, after each timed round.
-        on_tokens: called on every rank after each T, with the report up to there.
+        output: written on this rank after each T, so that a run that is ended keeps what it has.
 
     Collective: yes, over the default process group.   Host sync: yes.
     Raises:
@@ -72,7 +71,8 @@ def run_bench(
             batches = options.make_batches(tokens, group.world_size, device)
             measure(options, group, batches, report, partial(on_round, tokens))
         report = replace(report, advice=advise(report.results))
-        on_tokens(report)
+        if output is not None:
+            output.write_text(as_json(report), encoding="utf-8")
     return report
 
 

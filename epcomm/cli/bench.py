@@ -187,20 +187,13 @@ def bench_on_rank(options: BenchOptions, shown_as: ReportOptions) -> int:
     is_first = dist.get_rank() == 0
     console = Console(stderr=True, quiet=not is_first)
     with Progress(console=console, transient=True) as progress:
-        num_rounds = len(options.tokens) * options.iterations
-        if options.intermediate is not None:
-            num_rounds *= len(options.weights)
+        num_rounds = len(options.tokens) * options.iterations * max(1, len(options.weights))
         task = progress.add_task("checking", total=num_rounds)
 
         def show(tokens: int) -> None:
             progress.update(task, description=f"T = {tokens}", advance=1)
 
-        def keep(found: Report) -> None:
-            # After each T, so that a run that is ended keeps what it has measured.
-            if is_first and shown_as.output is not None:
-                shown_as.output.write_text(as_json(found), encoding="utf-8")
-
-        report = run_bench(options, show, keep)
+        report = run_bench(options, show, shown_as.output if is_first else None)
     if is_first:
         if options.trace:
             Path(options.trace).write_text(exposure.as_json(report.events), encoding="utf-8")

@@ -34,7 +34,7 @@ def fill(text: str, results: Path = RESULTS) -> str:
     def table(match: re.Match[str]) -> str:
         paths = [results / f"{name}.json" for name in match["names"].split(",")]
         found = [json.loads(path.read_text("utf-8")) for path in paths]
-        return f"{match['start']}{render(found)}{match['end']}"
+        return f"{match['start']}{render(*found)}{match['end']}"
 
     return _MARKED.sub(table, text)
 

@@ -53,7 +53,7 @@ _ROUTERS = {
 }
 
 
-def render(results: Sequence[Result]) -> str:
+def render(*results: Result) -> str:
     """Return the tables of one result, or one table of the layers of several, and a caption."""
     if len(results) > 1:
         return _render_layers(results)
@@ -162,42 +162,6 @@ def _contender(timing: Result, *, in_graph: bool = False) -> str:
     return ", ".join(filter(None, [*parts, "graph" if in_graph else ""]))
 
 
-def _render_dispatch_combine(result: Result) -> str:
-    """Return a row for each span; results of a program that `epcomm bench` has replaced."""
-    contenders = result["contenders"]
-    heads = [f"{name} {quantile}" for name in contenders for quantile in _QUANTILES]
-    rows = []
-    for span, ratio in result["ratio_of_medians"].items():
-        cells = [
-            f"{contender['ms'][span][quantile]:.1f}"
-            for contender in contenders.values()
-            for quantile in _QUANTILES
-        ]
-        rows.append([_words(span), *cells, f"{ratio:.2f}"])
-    sent = [f"{one['sent_bytes']['total'] / 1e6:.2f} MB" for one in contenders.values()]
-    rows.append(["sent by a rank", *[cell for one in sent for cell in (one, "", "")], ""])
-    sizes, commit = result["configuration"], result["versions"]["commit"]
-    # Old results without this key are of `collective`.
-    buffer = f", epcomm in {sizes['backend']}" if "backend" in sizes else ""
-    caption = (
-        f"{sizes['ranks']} ranks over {sizes['transport']}{buffer} on {_where(result)}, "
-        f"{_torch(result)}, {sizes['tokens']} tokens a rank, {_layer(sizes)}, {sizes['pairs']} "
-        f"calls of each in turn, by bench_dispatch_combine.py of commit {commit}"
-    )
-    table = _table(["ms on the slowest rank", *heads, "times as fast"], rows)
-    if "copies" not in result:
-        return _page(table, caption)
-    copies = result["copies"]
-    of_copies = (
-        f"In the same run all ranks at once copy {copies['copy_gb_per_s']:.1f} GB/s. Of that rate "
-        f"`total without grouping` reaches {copies['copied_over_copy_rate']:.0%} if rows out and "
-        f"sums back are counted once ({copies['copied_bytes'] / 1e6:.1f} MB of all ranks), and "
-        f"{copies['touched_over_copy_rate']:.0%} if what must be read and what must be written are "
-        f"both counted, there and of the copies ({copies['touched_bytes'] / 1e6:.1f} MB)."
-    )
-    return _page(table, caption, "", of_copies)
-
-
 def _render_nvlink(result: Result) -> str:
     """Return two tables: by tokens, a column for each way; by SMs, what crosses NVLink."""
     rows = []
@@ -302,14 +266,14 @@ def _render_hosts(result: Result) -> str:
         rows.append([name, *cells, f"{ms[total]['p50'] / first:.2f}"])
     heads = [f"{_words(span)}, ms" for span in _HOST_SPANS]
     heads += [f"total {quantile}" for quantile in _QUANTILES[1:]]
-    heads += ["MB from a host", "wire alone, ms", "times as fast"]
+    heads += ["MB from a host", "wire alone, ms", "of the first"]
     caption = (
         f"{sizes['hosts']} hosts (namespaces) of {int(sizes['ranks']) // int(sizes['hosts'])} ranks"
         f" on {_where(result)}, {rate:g} Gbit/s from each host, {sizes['tokens']} tokens a rank, "
         f"{_layer(sizes)}, {sizes['dtype']}, over {sizes['transport']}, {_torch(result)}; medians "
         f"over {sizes['iterations']} calls in turn, each as long as its slowest rank; MB as the "
-        "kernel counts them, dispatch and combine together; the last column: how many times as "
-        f"fast the first is: `{result['command']}`"
+        "kernel counts them, dispatch and combine together; the last column: its total in units of "
+        f"the first: `{result['command']}`"
     )
     return _page(_table(["backend", *heads], rows), caption)
 
@@ -468,7 +432,6 @@ def _page(table: Sequence[str], *captions: str) -> str:
 _RENDERERS: Mapping[str, Callable[[Result], str]] = MappingProxyType(
     {
         BENCHMARK: _render_bench,
-        "dispatch_combine": _render_dispatch_combine,
         "nvlink": _render_nvlink,
         "deep_ep": _render_deep_ep,
         "eager": _render_eager,

@@ -51,7 +51,7 @@ def test_tables_of_layers_have_bounds_and_the_distance_to_them() -> None:
     bound = {"tokens": 128, "weights": "fp8", "us": least}
     rates = {"copy_gb_per_s": 4237.2, "fp8_tflops": 1431.0}
     given = {**result, "results": layers, "bounds": [bound], "rates": rates}
-    text = render([given])
+    text = render(given)
     rows = [
         "bound | 5 | 30 | 5 | 40 | 1.00 |  |",
         "low latency, nvlink, fp8_wgmma | 10 | 50 | 20 | 50 | 1.25 | 70 |",
@@ -60,4 +60,4 @@ def test_tables_of_layers_have_bounds_and_the_distance_to_them() -> None:
     assert "\n".join(f"| 128 | fp8 | {row}" for row in rows) in text
     assert "the bound follows from copy 4237 GB/s, fp8 1431 TFLOP/s" in text
     row = "| deepseek_v3 on 4 GPUs | fp8 | 128 | 40 | 50 | 1.25 |  | 90 |\n"
-    assert f"{row}{row}\n" in render([given, given])
+    assert f"{row}{row}\n" in render(given, given)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from epcomm.bench.machine import REPOSITORY
 from epcomm.buffers.nvlink.normal_counts import Totals
 
 # Calls of the reference operator in a burst.
@@ -129,7 +130,8 @@ def _profile_of(call: Callable[[], object], device: torch.device, burst: int) ->
     times: Mapping[tuple[str, int, str], tuple[int, int]] = stats.stats  # type: ignore[attr-defined]
     # Built-in functions have no file.
     num_calls = sum(each[1] for (path, _, _), each in times.items() if path != "~")
-    return num_calls / (_PROFILED_BURSTS * burst), text.getvalue()
+    # Files of the repository are named by their paths in it.
+    return num_calls / (_PROFILED_BURSTS * burst), text.getvalue().replace(f"{REPOSITORY}/", "")
 
 
 def _synchronize(device: torch.device) -> None:

@@ -31,3 +31,4 @@ def test_rows_count_work_and_leave_waiting_out(monkeypatch: pytest.MonkeyPatch) 
     assert 0 < row.units * row.unit_us < 2_000
     assert row.units == (row.us - row.waited_us) / row.unit_us
     assert "add_" in row.profile
+    assert " tests/benchmarks/test_host_time.py:" in row.profile

@@ -266,13 +266,13 @@ def _render_hosts(result: Result) -> str:
         rows.append([name, *cells, f"{ms[total]['p50'] / first:.2f}"])
     heads = [f"{_words(span)}, ms" for span in _HOST_SPANS]
     heads += [f"total {quantile}" for quantile in _QUANTILES[1:]]
-    heads += ["MB from a host", "wire alone, ms", "of the first"]
+    heads += ["MB from a host", "wire alone, ms", "over the first"]
     caption = (
         f"{sizes['hosts']} hosts (namespaces) of {int(sizes['ranks']) // int(sizes['hosts'])} ranks"
         f" on {_where(result)}, {rate:g} Gbit/s from each host, {sizes['tokens']} tokens a rank, "
         f"{_layer(sizes)}, {sizes['dtype']}, over {sizes['transport']}, {_torch(result)}; medians "
         f"over {sizes['iterations']} calls in turn, each as long as its slowest rank; MB as the "
-        "kernel counts them, dispatch and combine together; the last column: its total in units of "
+        "kernel counts them, dispatch and combine together; the last column: total over that of "
         f"the first: `{result['command']}`"
     )
     return _page(_table(["backend", *heads], rows), caption)

@@ -185,22 +185,29 @@ def int8_weights() -> Int8ChannelWeights:
     return Int8ChannelWeights.from_unquantized(weights(32))
 
 
+POWERS = ScaleDtype.POWER_OF_TWO
+FP8_POWERS = EPConfig(dispatch_dtype=WireDtype.FP8_E4M3, dispatch_scales="power_of_two")
+
+
 @pytest.mark.parametrize(
-    ("experts", "wire"),
+    ("experts", "config", "wire"),
     [
-        (weights(32), "bf16"),
-        (fp8_weights(), "fp8_e4m3/128"),
-        (fp8_weights(ScaleDtype.POWER_OF_TWO), "fp8_e4m3/128/ue8m0"),
-        (int8_weights(), "int8/0"),
+        (weights(32), EPConfig(), "bf16"),
+        (fp8_weights(), EPConfig(), "fp8_e4m3/128"),
+        (fp8_weights(POWERS), EPConfig(), "fp8_e4m3/128/ue8m0"),
+        (int8_weights(), EPConfig(), "int8/0"),
+        (int8_weights(), EPConfig(dispatch_dtype="bf16"), "bf16"),
+        (fp8_weights(POWERS), EPConfig(dispatch_scales="float32"), "fp8_e4m3/128"),
+        (fp8_weights(), EPConfig(dispatch_scales="power_of_two"), "fp8_e4m3/128/ue8m0"),
+        (weights(32), FP8_POWERS, "fp8_e4m3/128/ue8m0"),
     ],
-    ids=["bf16", "fp8", "fp8 by powers of two", "int8"],
 )
-def test_wire_format_follows_from_the_experts(experts: ExpertTensors, wire: str) -> None:
-    text = plan(EPConfig(), SPEC, world_size=4, weights=experts).explain()
+def test_wire_format_follows_from_the_experts_or_the_configuration(
+    experts: ExpertTensors, config: EPConfig, wire: str
+) -> None:
+    text = plan(replace(config, mode="normal"), SPEC, world_size=4, weights=experts).explain()
     assert f"wire: dispatch {wire}, combine bf16 (backward bf16)" in text
-    overridden = EPConfig(dispatch_dtype="bf16")
-    text = plan(overridden, SPEC, world_size=4, weights=experts).explain()
-    assert "wire: dispatch bf16, combine bf16 (backward bf16)" in text
+    assert "scales on arrival" not in text, "row-major is as usual"
 
 
 # Bytes of 7168 elements and their scales: a float32 for 128 or for the row, a byte for 32 or 16.
@@ -228,30 +235,6 @@ def test_bytes_a_token_are_those_of_the_formats(dispatched: str, combined: str) 
     returned = 7 * align_up(BYTES_OF_7168[combined], 16)
     text = f"at most {sent} B a token in dispatch, {returned} B in combine"
     assert text in plan(config, spec, world_size=8).explain()
-
-
-POWERS = ScaleDtype.POWER_OF_TWO
-
-
-@pytest.mark.parametrize(
-    ("experts", "config", "wire"),
-    [
-        (fp8_weights(POWERS), EPConfig(dispatch_scales="float32"), "fp8_e4m3/128"),
-        (fp8_weights(), EPConfig(dispatch_scales="power_of_two"), "fp8_e4m3/128/ue8m0"),
-        (
-            weights(32),
-            EPConfig(dispatch_dtype=WireDtype.FP8_E4M3, dispatch_scales="power_of_two"),
-            "fp8_e4m3/128/ue8m0",
-        ),
-    ],
-    ids=["float32 for powers of two", "powers of two for float32", "unquantised experts"],
-)
-def test_rows_have_the_configured_scales(
-    experts: ExpertTensors, config: EPConfig, wire: str
-) -> None:
-    chosen = plan(replace(config, mode="normal"), SPEC, world_size=4, weights=experts)
-    assert f"wire: dispatch {wire}, combine bf16" in chosen.explain()
-    assert "scales on arrival" not in chosen.explain(), "row-major is as usual"
 
 
 @pytest.mark.parametrize("config", [EPConfig(), EPConfig(max_tokens_per_rank=16)])

@@ -37,7 +37,7 @@ from epcomm.calls.call import DispatchCall
 from epcomm.errors import RankNames
 from epcomm.kernels.nvlink.common.exchange import first_state
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import FP8_FLOAT32_SCALES, dequantize
+from epcomm.quantization import FP8_FLOAT32_SCALES, dequantize, quantize
 from epcomm.records import Pending, SlotIndex
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer, WireFormat
@@ -53,8 +53,13 @@ _CALLS = 100
 _NORMAL_KERNELS = ("dispatch_rows", "combine_rows")
 
 
-def spec_of(world_size: int, max_tokens: int, wire: WireFormat | None = None) -> BufferSpec:
-    """Return the specification of one receive buffer, for rows of BF16 or another format."""
+def spec_of(
+    world_size: int,
+    max_tokens: int,
+    wire: WireFormat | None = None,
+    sums: WireFormat | None = None,
+) -> BufferSpec:
+    """Return the specification of one receive buffer; rows and sums are BF16 by default."""
     plain = WireFormat.of(torch.bfloat16)
     return BufferSpec(
         hidden_size=HIDDEN,
@@ -62,6 +67,7 @@ def spec_of(world_size: int, max_tokens: int, wire: WireFormat | None = None) ->
         num_local_experts=EXPERTS // world_size,
         dispatch_format=wire or plain,
         hidden_format=plain,
+        combine_format=sums,
         max_tokens_per_rank=max_tokens,
         batches_in_flight=1,
     )
@@ -73,6 +79,7 @@ class Ranks:
     def __init__(self, kind: type, spec: BufferSpec, num_tokens: int, device: torch.device) -> None:
         """Open buffers for T tokens of each rank."""
         self.size = world_size = EXPERTS // spec.num_local_experts
+        self.sums = spec.combine_format
         self.layout = kind.layout_for(spec, world_size)
         # The signals of a barrier are stored after the layout.
         num_bytes = self.layout.num_bytes + 1024
@@ -120,13 +127,23 @@ class Ranks:
         call = self.calls[0]
         assert isinstance(call.hidden_states, Tensor)
         factors = (1 + call.topk_ids % 2) * (call.topk_weights if is_weighted else 1.0)
-        if not torch.equal(y, (call.hidden_states * factors.sum(1, keepdim=True)).bfloat16()):
+        owners, total = call.topk_ids // (EXPERTS // self.size), torch.zeros_like(y).float()
+        for rank in range(self.size):
+            factor = torch.where(owners == rank, factors, 0).sum(1, keepdim=True)
+            part = (call.hidden_states * factor).bfloat16()
+            total += (
+                part if self.sums is None else dequantize(quantize(part, self.sums), torch.float32)
+            )
+        if not torch.equal(y, total.bfloat16()):
             raise CheckError("the sums of rank 0 are wrong; nothing was measured")
 
 
-def time_normal(world_size: int, num_tokens: int, device: torch.device) -> dict[str, list[float]]:
+def time_normal(
+    world_size: int, num_tokens: int, device: torch.device, sums: WireFormat | None = None
+) -> dict[str, list[float]]:
     """Check normal mode, and return microseconds of the calls of each kernel."""
-    ranks = Ranks(NVLinkStaticBuffer, spec_of(world_size, MAX_TOKENS), num_tokens, device)
+    spec = spec_of(world_size, MAX_TOKENS, sums=sums)
+    ranks = Ranks(NVLinkStaticBuffer, spec, num_tokens, device)
     layout, exchanges = ranks.layout, [buffer._exchange for buffer in ranks.buffers]
     for rank in range(world_size):
         for name in ("dispatch_begin", "counts_ready", "rows_ready", "combine_begin", "sums_ready"):
@@ -172,9 +189,11 @@ def time_normal(world_size: int, num_tokens: int, device: torch.device) -> dict[
     return {**found, "dispatch": time_call(dispatch, reset)}
 
 
-def time_low_latency(world_size: int, num_tokens: int, device: torch.device) -> list[float]:
+def time_low_latency(
+    world_size: int, num_tokens: int, device: torch.device, sums: WireFormat | None = None
+) -> list[float]:
     """Check low latency with FP8 rows; return microseconds of its four kernels together."""
-    spec = spec_of(world_size, 128, FP8_FLOAT32_SCALES)
+    spec = spec_of(world_size, 128, FP8_FLOAT32_SCALES, sums)
     ranks = Ranks(NVLinkLowLatencyBuffer, spec, num_tokens, device)
     layout, buffers = ranks.layout, ranks.buffers
 
@@ -231,8 +250,16 @@ def main(output: Annotated[Path | None, typer.Option(help="Of the report.")] = N
         found = time_normal(2, 4096, device)
         for name, us in time_normal(8, 1, device).items():
             found[f"{name}_of_8_ranks_1_token"] = us
+        for world_size in (2, 8):
+            times = time_normal(world_size, MAX_TOKENS, device, FP8_FLOAT32_SCALES)
+            found[f"combine_fp8_of_{world_size}_ranks"] = times["combine"]
+            found[f"combine_of_{world_size}_ranks"] = time_normal(world_size, MAX_TOKENS, device)[
+                "combine"
+            ]
         for tokens in (1, 32, 128):
             found[f"low_latency_{tokens}"] = time_low_latency(8, tokens, device)
+            with_sums = time_low_latency(8, tokens, device, FP8_FLOAT32_SCALES)
+            found[f"low_latency_{tokens}_fp8_sums"] = with_sums
     us = {f"{name}_us": median(values) for name, values in found.items()}
     sys.stdout.write(f"{json.dumps(us)}\n")
     report = report_of("alone", {}, device, "benchmarks.bench_alone")

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from benchmarks import bench_alone
 from epcomm.bench.check import CheckError
+from epcomm.quantization import FP8_FLOAT32_SCALES
 from tests.kernels.nvlink.host_cuda import compiler
 
 pytestmark = [
@@ -38,6 +39,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_normal_mode_is_checked_and_timed() -> None:
     names = {"combine", "combine_without_weights", "dispatch"}
     assert set(bench_alone.time_normal(2, 40, CPU)) == names
+    assert set(bench_alone.time_normal(2, 40, CPU, FP8_FLOAT32_SCALES)) == names
 
 
 def test_wrong_sums_get_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,9 @@ class EPConfig:
     num_sms: limit of the SMs of each kernel of normal mode over NVLink that waits for other ranks,
         so that other kernels run at the same time; copies of received rows may take all SMs. None:
         the choice of the buffer. Other buffers ignore it.
+    product_sms: limit of the SMs of a GPU that the products of the experts take, forward and
+        backward, so that kernels that send rows find SMs free; kernels between products may take
+        all. A runner that cannot obey it is refused. None: no limit. CPU ranks ignore it.
     redundant_experts: physical experts of all ranks in addition to the E of the model: copies of
         loaded experts, placed by ExpertParallelExperts.rebalance(). 0: experts can be placed, with
         one copy each. None: experts are in the order of their ids and do not move.
@@ -148,6 +151,7 @@ class EPConfig:
     max_recv_slots: int | None = None
     replicated: bool = False
     num_sms: int | None = None
+    product_sms: int | None = None
     batches_in_flight: int | None = None
     redundant_experts: int | None = None
     # 100 s: a first call may compile kernels on one rank while the others wait.
@@ -302,6 +306,7 @@ _OPTIONAL_SIZES = (
     "max_tokens_per_rank",
     "max_recv_slots",
     "num_sms",
+    "product_sms",
     "batches_in_flight",
     "sum_groups",
     "block_tokens",

@@ -630,6 +630,7 @@ class PipelinePath:
         self.phases = PhaseDispatchers(self._group, spec, self._config, chosen)
         assert chosen.runner is not None, "plan() was given the weights"
         self.runner = runner_class(chosen.runner)(int8_profile=chosen.prefill.int8_profile)
+        self.runner.product_sms = chosen.product_sms
         # Set last, so that after an error above the next call plans again.
         self._spec, self.chosen = spec, chosen
 

@@ -216,6 +216,13 @@ def judge(
             for name in RUNNERS
             if name == config.runner or _is_candidate(name, config, weights)
         }
+        device = ranks.machine.device_of(weights.gate_up_proj)
+        if config.product_sms is not None and device.type not in ("cpu", "meta"):
+            runners |= {
+                name: verdict.also(runner_class(name).limit_reasons(weights, ranks.machine))
+                for name, verdict in runners.items()
+                if verdict.ok
+            }
         if config.sum_groups is not None:
             found = {
                 name: runner_class(name).batch_invariance(weights, ranks.machine)
@@ -367,6 +374,8 @@ def _fused_reasons(name: str, config: EPConfig, weights: ExpertTensors | None) -
         reasons += operator.supports(weights).reasons
     if config.runner != "auto":
         reasons.append(f"computes experts itself, without runner {config.runner}; leave it auto")
+    if config.product_sms is not None:
+        reasons.append("computes experts itself, without the limit of EPConfig.product_sms")
     if config.int8_profile not in (None, operator.int8_profile):
         reasons.append(f"rounds INT8 by {operator.int8_profile.value}, not {config.int8_profile}")
     return reasons

@@ -214,7 +214,7 @@ def _with_runner(
             f"{'; '.join(complete[name].reasons)}; use runner='auto'"
         )
     read = _map_phases(chosen, partial(_read_by, runner=name, weights=weights))
-    return replace(read, runner=name, rejected_runners=rejected)
+    return replace(read, runner=name, rejected_runners=rejected, product_sms=config.product_sms)
 
 
 def _read_by(phase: PhasePlan, runner: str, weights: ExpertTensors) -> PhasePlan:

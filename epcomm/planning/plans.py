@@ -189,6 +189,7 @@ class EPPlan:
         decode_lacks names what is missing for it.
     runner: runner registry name; None if the plan was made without expert weights, and in mode
         fuseep, whose operators compute them.
+    product_sms: most SMs of a GPU that the runner's products take; None: no limit.
     rejected_runners: those that cannot compute these experts.
     rests_on: with sum_groups, what must be equal wherever bits are compared, besides the plan.
     assumed: facts on which the plan relies without having checked them; empty for this machine.
@@ -197,6 +198,7 @@ class EPPlan:
     prefill: PhasePlan
     decode: PhasePlan | None
     runner: str | None = None
+    product_sms: int | None = None
     rejected_runners: tuple[Rejection, ...] = ()
     rests_on: str = ""
     assumed: tuple[str, ...] = ()
@@ -224,6 +226,8 @@ class EPPlan:
         if self.runner is not None:
             note = runner_class(self.runner).note
             lines.append(f"runner {self.runner}{note and f': {note}'}")
+        if self.product_sms is not None:
+            lines.append(f"products on at most {self.product_sms} SMs of a GPU")
         if self.rests_on:
             lines.append(f"the same bits for any number of ranks rest on {self.rests_on}")
         if self.prefill.mode is Mode.FUSEEP:

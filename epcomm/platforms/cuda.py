@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from epcomm.errors import BackendUnavailable
 from epcomm.platforms.machine import Machine
 
 _NOTHING = nullcontext()
+# Settings of packages are those of the process; autograd calls from other threads.
+_SETTING = Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,23 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def num_sms_of(device: torch.device | int) -> int:
     """Return the number of SMs of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@contextmanager
+def temporary(
+    value: int | None, get: Callable[[], Any], change: Callable[[Any], object]
+) -> Iterator[None]:
+    """Change a setting of a package here, one thread at a time, and restore it; None: keep it."""
+    if value is None:
+        yield
+        return
+    with _SETTING:
+        before = get()
+        change(value)
+        try:
+            yield
+        finally:
+            change(before)
 
 
 def shared_bytes_of(device: torch.device) -> int | None:

@@ -33,12 +33,15 @@ class DeepGemm:
     expert_alignment: rows of its tiles in the contiguous layout.
     takes_ends: multiply_contiguous(use_psum_layout=True) takes the end of each expert instead of
         the expert of each row. Releases after 2.1 have it.
+    get_num_sms, set_num_sms: the SMs of all products of the process.
     """
 
     multiply_contiguous: Callable[..., None]
     multiply_masked: Callable[..., None]
     expert_alignment: Callable[[], int]
     takes_ends: bool
+    get_num_sms: Callable[[], int]
+    set_num_sms: Callable[[int], None]
 
 
 def deep_gemm_reasons(machine: Machine) -> list[str]:
@@ -70,6 +73,8 @@ def load_deep_gemm() -> DeepGemm:
         multiply_masked=_find(module, _MASKED_NAMES),
         expert_alignment=_find(module, _ALIGNMENT_NAMES),
         takes_ends=has_parameter(multiply_contiguous, "use_psum_layout"),
+        get_num_sms=_find(module, ("get_num_sms",)),
+        set_num_sms=_find(module, ("set_num_sms",)),
     )
 
 

@@ -92,6 +92,7 @@ class ExpertRunner(ABC):
     is_for_sum_groups: without EPConfig.sum_groups a plan takes the runner by name alone.
     has_gradients: results are differentiable; else run() refuses rows and experts that need it,
         and records that its kernels would misread.
+    product_sms: EPConfig.product_sms, which the layer sets.
     """
 
     name: ClassVar[str]
@@ -103,6 +104,7 @@ class ExpertRunner(ABC):
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
     is_for_sum_groups: ClassVar[bool] = False
     has_gradients: ClassVar[bool] = False
+    product_sms: int | None = None
 
     def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
         """Keep the arithmetic that the plan chose; int8_profile is one of int8_profiles."""
@@ -134,6 +136,11 @@ class ExpertRunner(ABC):
     def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
         """Return why the runner refuses experts of its kinds; empty if it computes them."""
         return []
+
+    @classmethod
+    def limit_reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
+        """Return why products of a GPU may exceed product_sms; empty if they obey. Local."""
+        return ["its products have no limit of SMs, but EPConfig.product_sms is set"]
 
     @classmethod
     def is_candidate(cls, weights: ExpertTensors) -> bool:

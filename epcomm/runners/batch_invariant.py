@@ -26,7 +26,7 @@ from epcomm.runners.base import (
     slot_weights_to_apply,
     weight_slots,
 )
-from epcomm.runners.grouped_mm import bias_of_slots
+from epcomm.runners.grouped_mm import GroupedMMRunner, bias_of_slots, multiply_groups
 from epcomm.types import ROW_DTYPES, Layout, WireDtype
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
 
@@ -67,6 +67,11 @@ class BatchInvariantRunner(ExpertRunner):
         return reasons + _GPUS.lacking(machine.capability(device)) + triton_reasons(machine)
 
     @classmethod
+    def limit_reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
+        # Gradients of matrices are torch's products.
+        return GroupedMMRunner.limit_reasons(weights, machine) if weights.requires_grad else []
+
+    @classmethod
     def batch_invariance(cls, weights: ExpertTensors, machine: Machine) -> BatchInvariance:
         device = machine.device_of(weights.gate_up_proj)
         if device.type not in _CPUS:
@@ -83,8 +88,10 @@ class BatchInvariantRunner(ExpertRunner):
         weights = cast_experts(weights, compute_dtype(dispatched, weights))
         index = dispatched.index
         slots = pack(dequantize(dispatched.hidden_states, weights.dtype), index)
-        run = _run_tiles if slots.is_cuda else _run_blocks
-        results = run(slots, weights, index)
+        if slots.is_cuda:
+            results = _run_tiles(slots, weights, index, self.product_sms)
+        else:
+            results = _run_blocks(slots, weights, index)
         slot_weights = slot_weights_to_apply(dispatched, self.name)
         return results if slot_weights is None else weight_slots(results, slot_weights)
 
@@ -147,7 +154,9 @@ def alike_blocks(
     return next((sizes for sizes in _BLOCK_CHOICES if are_alike(sizes)), ())
 
 
-def _run_tiles(slots: Tensor, weights: ExpertWeights, index: SlotIndex) -> Tensor:
+def _run_tiles(
+    slots: Tensor, weights: ExpertWeights, index: SlotIndex, num_sms: int | None = None
+) -> Tensor:
     """Return the result of each slot, [C, H]; without gradients those of padding are undefined."""
     needs_gradients = torch.is_grad_enabled() and (slots.requires_grad or weights.requires_grad)
     unused = None
@@ -158,7 +167,7 @@ def _run_tiles(slots: Tensor, weights: ExpertWeights, index: SlotIndex) -> Tenso
             owners = expert_of_used_slot(index, slots.shape[0])
         unused = (owners < 0).unsqueeze(1)
         slots = slots.masked_fill(unused, 0)
-    results = _Tiles(index=index, num_slots=slots.shape[0]).run(slots, weights)
+    results = _Tiles(index=index, num_slots=slots.shape[0], num_sms=num_sms).run(slots, weights)
     return results if unused is None else results.masked_fill(unused, 0)
 
 
@@ -168,6 +177,7 @@ class _Tiles(FixedShapes):
 
     index: SlotIndex
     num_slots: int
+    num_sms: int | None
 
     def products(self, rows: Tensor, matrices: Tensor) -> Tensor:
         from epcomm.kernels.gemm.fixed_tiles import multiply_tiles
@@ -176,11 +186,12 @@ class _Tiles(FixedShapes):
         # Padding is zero, because gradients of matrices read it.
         out = rows.new_empty if index.is_dense else rows.new_zeros
         results = out((rows.shape[0], matrices.shape[2]))
-        multiply_tiles(rows, index.num_tokens_per_expert, index.first_slot, matrices, results)
+        counts, first_slot = index.num_tokens_per_expert, index.first_slot
+        multiply_tiles(rows, counts, first_slot, matrices, results, self.num_sms)
         return results
 
     def sum_products(self, rows: Tensor, other: Tensor, like: Tensor) -> Tensor:
-        return torch.nn.functional.grouped_mm(rows.T, other, offs=self.index.first_slot[1:])
+        return multiply_groups(rows.T, other, self.index.first_slot[1:], self.num_sms)
 
     def biases(self, bias: Tensor) -> Tensor:
         return bias_of_slots(bias, self.index, self.num_slots)

@@ -14,6 +14,7 @@ sm_100 is untested.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
@@ -25,7 +26,7 @@ from torch import Tensor
 from epcomm.errors import ConfigError
 from epcomm.ops.activation import activate
 from epcomm.ops.slots import expert_of_used_slot, gather_rows
-from epcomm.platforms.cuda import cuda_reasons
+from epcomm.platforms.cuda import cuda_reasons, temporary
 from epcomm.platforms.deep_gemm import BUILD, DeepGemm, deep_gemm_reasons, load_deep_gemm
 from epcomm.platforms.machine import Machine, this_machine
 from epcomm.quantization import arrange_scales, quantizer_for
@@ -85,6 +86,10 @@ class DeepGemmRunner(ExpertRunner):
         return reasons + _device_reasons(weights, machine) + deep_gemm_reasons(machine)
 
     @classmethod
+    def limit_reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
+        return []
+
+    @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
         # ROWS have columns of scales too: gathering slots from columns gives columns, in one pass.
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
@@ -112,7 +117,8 @@ class DeepGemmRunner(ExpertRunner):
         options = {"use_psum_layout": True} if takes_ends else {}
 
         def multiply(operand: _Operand, matrices: _Operand, out: Tensor) -> None:
-            package.multiply_contiguous(operand, matrices, out, layout, **options)
+            with self._limited():
+                package.multiply_contiguous(operand, matrices, out, layout, **options)
 
         slots = _gather(_quantized(rows, weights), index, num_padding)
         slot_weights = slot_weights_to_apply(dispatched, self.name)
@@ -142,12 +148,19 @@ class DeepGemmRunner(ExpertRunner):
         expected = min(capacity, dispatched.mean_tokens_per_expert or capacity)
 
         def multiply(operand: _Operand, matrices: _Operand, out: Tensor) -> None:
-            package.multiply_masked(operand, matrices, out, counts, expected)
+            with self._limited():
+                package.multiply_masked(operand, matrices, out, counts, expected)
 
         operand = _quantized(rows, weights)
         operand = replace(operand, data=operand.data.contiguous(), scales=_as_read(operand.scales))
         slot_weights = slot_weights_to_apply(dispatched, self.name)
         return _experts(multiply, operand, weights, counts, None, slot_weights)
+
+    def _limited(self) -> AbstractContextManager[None]:
+        get_num_sms, limit = self._package.get_num_sms, self.product_sms
+        # The package refuses more SMs than there are.
+        least = None if limit is None else min(limit, get_num_sms())
+        return temporary(least, get_num_sms, self._package.set_num_sms)
 
     @cached_property
     def _package(self) -> DeepGemm:

@@ -5,7 +5,7 @@ instead of H, and backward needs no copy of the unweighted result.
 """
 
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn.functional import grouped_mm
 from epcomm.ops.activation import activate
 from epcomm.ops.precision import cast_experts, compute_dtype
 from epcomm.ops.slots import expert_of_slot, pack
+from epcomm.platforms.cuda import num_sms_of, temporary
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import dequantize
 from epcomm.records import RowsDispatchOutput, SlotIndex
@@ -38,6 +39,14 @@ class GroupedMMRunner(ExpertRunner):
             return ["torch's grouped matmul has no float64"]
         return size_reasons(weights, multiple=ROW_ALIGNMENT_BYTES // weights.dtype.itemsize)
 
+    @classmethod
+    def limit_reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
+        device = machine.device_of(weights.gate_up_proj)
+        # For others torch calls a product for each expert.
+        if weights.dtype is torch.bfloat16 and machine.capability(device)[0] in (9, 10):
+            return []
+        return ["torch limits SMs in bfloat16 on compute capability 9 and 10 alone"]
+
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, ExpertWeights), "supports() said so"
         dtype, index = _dtype_of(dispatched, weights), dispatched.index
@@ -47,8 +56,9 @@ class GroupedMMRunner(ExpertRunner):
         slots = pack(rows, index)
         # Padding is computed with the expert before it: results of padding are never combined.
         ends = index.first_slot[1:]
-        late = weights.late
-        hidden = _product(slots, weights.gate_up_matrices(), ends, late.get("gate_up_proj"))
+        late, num_sms = weights.late, self.product_sms if slots.is_cuda else None
+        late_gate_up, late_down = late.get("gate_up_proj"), late.get("down_proj")
+        hidden = _product(slots, weights.gate_up_matrices(), ends, late_gate_up, num_sms)
         if weights.gate_up_bias is not None:
             hidden = hidden + bias_of_slots(weights.gate_up_bias, index, slots.shape[0])
         hidden = activate(hidden, weights.format)
@@ -58,44 +68,69 @@ class GroupedMMRunner(ExpertRunner):
                 # Weights of padding are undefined, and would enter the gradients of the experts.
                 scale = scale.masked_fill(index.row_of_slot < 0, 0)
             hidden = weight_slots(hidden, scale)
-        results = _product(hidden, weights.down_matrices(), ends, late.get("down_proj"))
+        results = _product(hidden, weights.down_matrices(), ends, late_down, num_sms)
         if weights.down_bias is not None:
             bias = bias_of_slots(weights.down_bias, index, slots.shape[0])
             results = results + (bias if scale is None else weight_slots(bias, scale))
         return results
 
 
-class _LateProduct(torch.autograd.Function):
-    """A product whose backward leaves the gradient of the matrices for later."""
+class _OwnProduct(torch.autograd.Function):
+    """A product whose backward has its limit, or leaves the gradient of the matrices for later."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, slots: Tensor, matrices: Tensor, ends: Tensor, late: LateGradient
+        ctx: FunctionCtx,
+        slots: Tensor,
+        matrices: Tensor,
+        ends: Tensor,
+        late: LateGradient | None,
+        num_sms: int | None,
     ) -> Tensor:
         ctx.save_for_backward(slots, matrices, ends)
-        ctx.late = late  # type: ignore[attr-defined]
-        return grouped_mm(slots, matrices, offs=ends)
+        ctx.late, ctx.num_sms = late, num_sms  # type: ignore[attr-defined]
+        return multiply_groups(slots, matrices, ends, num_sms)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
-        slots, matrices, ends = ctx.saved_tensors  # type: ignore[attr-defined]
-        ctx.late.leave(partial(_gradient_of, matrices, slots, grad, ends))  # type: ignore[attr-defined]
-        needed = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
-        return grouped_mm(grad, matrices.mT, offs=ends) if needed else None, None, None, None
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        kept: Any = ctx
+        (slots, matrices, ends), needed = kept.saved_tensors, kept.needs_input_grad
+        gradient = partial(_gradient_of, matrices, slots, grad, ends, kept.num_sms)
+        found = None
+        if kept.late is not None:
+            kept.late.leave(gradient)
+        elif needed[1]:
+            found = gradient() if matrices.stride(2) == 1 else gradient().mT
+        rows = multiply_groups(grad, matrices.mT, ends, kept.num_sms) if needed[0] else None
+        return rows, found, None, None, None
 
 
-def _gradient_of(matrices: Tensor, slots: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+def _gradient_of(
+    matrices: Tensor, slots: Tensor, grad: Tensor, ends: Tensor, num_sms: int | None
+) -> Tensor:
     """Return the gradient of the parameter, of which `matrices` is this view or its transpose."""
     left, right = (slots, grad) if matrices.stride(2) == 1 else (grad, slots)
-    return grouped_mm(left.t(), right, offs=ends)
+    return multiply_groups(left.t(), right, ends, num_sms)
 
 
-def _product(slots: Tensor, matrices: Tensor, ends: Tensor, late: LateGradient | None) -> Tensor:
+def _product(
+    slots: Tensor, matrices: Tensor, ends: Tensor, late: LateGradient | None, num_sms: int | None
+) -> Tensor:
     """Multiply the slots [C, in] of each expert by its matrix, [L, in, out]."""
-    if late is None:
+    if late is None and num_sms is None:
         return grouped_mm(slots, matrices, offs=ends)
-    return _LateProduct.apply(slots, matrices, ends, late)
+    return _OwnProduct.apply(slots, matrices, ends, late, num_sms)
+
+
+def multiply_groups(left: Tensor, right: Tensor, ends: Tensor, num_sms: int | None) -> Tensor:
+    """Call torch's grouped matmul, on at most num_sms SMs of a GPU; None: no limit."""
+    if num_sms is None:
+        return grouped_mm(left, right, offs=ends)
+    free = max(0, num_sms_of(left.device) - num_sms)
+    get, change = torch._C._get_sm_carveout_experimental, torch._C._set_sm_carveout_experimental
+    with temporary(free, get, change):
+        return grouped_mm(left, right, offs=ends)
 
 
 def _dtype_of(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> torch.dtype:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from epcomm.kernels.gemm.fp8 import _find_tile
+from epcomm.kernels.gemm.fp8 import _find_tile, _num_turns
 from epcomm.kernels.launch import device_limits
 
 TILE_ROWS = TILE_COLUMNS = 128
@@ -40,41 +40,50 @@ def _multiply_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_INNER: tl.constexpr,
+    IS_LIMITED: tl.constexpr,
 ) -> None:
     """Compute a tile of TILE_ROWS slots and TILE_COLUMNS columns.
 
     Rows 1 2 and 3 4, columns 1 0 and 0 2: results 1 4 and 3 8.
     """
     COLUMN_TILES: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
-    expert, first_row, count, tile = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        counts_ptr, tl.program_id(0), NUM_EXPERTS, COLUMN_TILES, TILE_ROWS
-    )
-    if expert < NUM_EXPERTS:
-        row_in_expert = first_row + tl.arange(0, TILE_ROWS)
-        is_row = row_in_expert < count
-        # A tile that is not full reads the last row again, the only row that is sure to exist.
-        # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31 elements.
-        start = tl.load(first_slot_ptr + expert).to(tl.int64)
-        slots = start + tl.minimum(row_in_expert, count - 1)
-        x_at = x_ptr + slots[:, None] * X_STRIDE + tl.arange(0, TILE_INNER)[None, :]
-        first_column = tile * TILE_COLUMNS
-        total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-        for k in range(INNER // TILE_INNER):
-            x = tl.load(x_at + k * TILE_INNER)
-            # Columns past the last one are zeros or those of the next expert, and are not stored.
-            if IS_TRANSPOSED:
-                part = matrix.load([expert * INNER + k * TILE_INNER, first_column])
-            else:
-                part = tl.trans(matrix.load([expert * COLUMNS + first_column, k * TILE_INNER]))
-            total = tl.dot(x, part, total)
-        columns = first_column + tl.arange(0, TILE_COLUMNS)
-        out_at = out_ptr + slots[:, None] * COLUMNS + columns[None, :]
-        is_result = is_row[:, None] & (columns < COLUMNS)[None, :]
-        tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_result)
+    for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, COLUMN_TILES, TILE_ROWS, IS_LIMITED)):
+        number = tl.program_id(0) + turn * tl.num_programs(0)
+        expert, first_row, count, tile = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            counts_ptr, number, NUM_EXPERTS, COLUMN_TILES, TILE_ROWS
+        )
+        if expert < NUM_EXPERTS:
+            row_in_expert = first_row + tl.arange(0, TILE_ROWS)
+            is_row = row_in_expert < count
+            # A tile that is not full reads the last row again, the only row that is sure to exist.
+            # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31
+            # elements.
+            start = tl.load(first_slot_ptr + expert).to(tl.int64)
+            slots = start + tl.minimum(row_in_expert, count - 1)
+            x_at = x_ptr + slots[:, None] * X_STRIDE + tl.arange(0, TILE_INNER)[None, :]
+            first_column = tile * TILE_COLUMNS
+            total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+            for k in range(INNER // TILE_INNER):
+                x = tl.load(x_at + k * TILE_INNER)
+                # Columns past the last are zeros or those of the next expert, and are not stored.
+                if IS_TRANSPOSED:
+                    part = matrix.load([expert * INNER + k * TILE_INNER, first_column])
+                else:
+                    part = tl.trans(matrix.load([expert * COLUMNS + first_column, k * TILE_INNER]))
+                total = tl.dot(x, part, total)
+            columns = first_column + tl.arange(0, TILE_COLUMNS)
+            out_at = out_ptr + slots[:, None] * COLUMNS + columns[None, :]
+            is_result = is_row[:, None] & (columns < COLUMNS)[None, :]
+            tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_result)
 
 
 def multiply_tiles(
-    rows: Tensor, counts: Tensor, first_slot: Tensor, matrices: Tensor, out: Tensor
+    rows: Tensor,
+    counts: Tensor,
+    first_slot: Tensor,
+    matrices: Tensor,
+    out: Tensor,
+    num_sms: int | None = None,
 ) -> None:
     """Compute the rows of every slot times the matrix of its expert; padding is not written.
 
@@ -83,6 +92,7 @@ def multiply_tiles(
         counts: [L], int32.   first_slot: [L + 1], int32.
         matrices: [L, K, N], or a transposed view of contiguous [L, N, K].
         out: [C, N], contiguous.
+        num_sms: most programs, which then compute one tile after another; None: one for each tile.
 
     Allocates nothing. Host sync: none. Compiled for each K, N, L and row stride.
     """
@@ -92,9 +102,10 @@ def multiply_tiles(
     assert stored.is_contiguous(), "the runner refuses other strides"
     assert inner % TILE_INNER == 0, "the runner refuses other sizes"
     block = [TILE_INNER, TILE_COLUMNS] if is_transposed else [TILE_COLUMNS, TILE_INNER]
-    row_tiles, kernel = -(-len(rows) // TILE_ROWS) + num_experts, cast(Any, _multiply_kernel)
+    num_tiles = (-(-len(rows) // TILE_ROWS) + num_experts) * -(-columns // TILE_COLUMNS)
+    kernel = cast(Any, _multiply_kernel)
     with torch.cuda.device_of(rows):
-        kernel[(row_tiles * -(-columns // TILE_COLUMNS),)](
+        kernel[(min(num_tiles, num_sms or num_tiles),)](
             rows,
             counts,
             first_slot,
@@ -108,6 +119,7 @@ def multiply_tiles(
             TILE_ROWS=TILE_ROWS,
             TILE_COLUMNS=TILE_COLUMNS,
             TILE_INNER=TILE_INNER,
+            IS_LIMITED=num_sms is not None,
             num_warps=8,
             num_stages=device_limits(rows.device).stages(_STAGE_BYTES, most=4),
         )

@@ -63,6 +63,27 @@ def _find_tile(
 
 
 @triton.jit
+def _num_turns(
+    counts_ptr: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_COLUMN_TILES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    IS_LIMITED: tl.constexpr,
+) -> tl.tensor | int:
+    """Return the number of tiles of this program, 1 if there is a program for each tile.
+
+    5 tiles, 2 programs: program 0 has tiles 0 2 4, program 1 has 1 3.
+    """
+    num_turns = 1
+    if IS_LIMITED:
+        expert_ids = tl.arange(0, triton.next_power_of_2(NUM_EXPERTS))
+        counts = tl.load(counts_ptr + expert_ids, mask=expert_ids < NUM_EXPERTS, other=0)
+        num_tiles = tl.sum((counts + TILE_ROWS - 1) // TILE_ROWS, 0) * NUM_COLUMN_TILES
+        num_turns = tl.cdiv(num_tiles - tl.program_id(0), tl.num_programs(0))
+    return num_turns
+
+
+@triton.jit
 def _gate_up_fp8_kernel(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor,
@@ -80,53 +101,59 @@ def _gate_up_fp8_kernel(
     NUM_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_LIMITED: tl.constexpr,
 ) -> None:
     """Compute a tile of TILE_ROWS slots and one block of I, gate and up side by side."""
     HIDDEN_BLOCKS: tl.constexpr = HIDDEN // BLOCK
     INNER_BLOCKS: tl.constexpr = INNER // BLOCK
-    expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        counts_ptr, tl.program_id(0), NUM_EXPERTS, INNER_BLOCKS, TILE_ROWS
-    )
-    if expert < NUM_EXPERTS:
-        row_in_expert = first_row + tl.arange(0, TILE_ROWS)
-        is_row = row_in_expert < count
-        # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31 elements.
-        slots = (tl.load(first_slot_ptr + expert) + row_in_expert).to(tl.int64)
-        if row_of_slot_ptr is not None:
-            rows = tl.load(row_of_slot_ptr + slots, mask=is_row, other=0).to(tl.int64)
-        else:
-            rows = tl.where(is_row, slots, 0)
-        lanes = tl.arange(0, BLOCK)
-        x_at = x_ptr + rows[:, None] * X_STRIDE + lanes[None, :]
-        x_scales_at = x_scales_ptr + rows * X_SCALES_STRIDE
-        gate_row = expert * (2 * INNER) + block * BLOCK
-        gate_scales_at = matrix_scales_ptr + (expert * 2 * INNER_BLOCKS + block) * HIDDEN_BLOCKS
-        up_scales_at = gate_scales_at + INNER_BLOCKS * HIDDEN_BLOCKS
-        gate = tl.zeros([TILE_ROWS, BLOCK], tl.float32)
-        up = tl.zeros([TILE_ROWS, BLOCK], tl.float32)
-        for k in range(HIDDEN_BLOCKS):
-            x = tl.load(x_at + k * BLOCK)
-            x_scale = tl.load(x_scales_at + k)
-            gate_matrix = tl.trans(matrix.load([gate_row, k * BLOCK]))
-            up_matrix = tl.trans(matrix.load([gate_row + INNER, k * BLOCK]))
-            gate_scale = x_scale * tl.load(gate_scales_at + k)
-            up_scale = x_scale * tl.load(up_scales_at + k)
-            gate += tl.dot(x, gate_matrix) * gate_scale[:, None]
-            up += tl.dot(x, up_matrix) * up_scale[:, None]
-        hidden = gate / (1.0 + tl.exp(-gate)) * up
-        amax = tl.maximum(tl.max(tl.abs(hidden), axis=1), _AMAX_FLOOR)
-        factor = tl.math.div_rn(tl.full([TILE_ROWS], _E4M3_MAX, tl.float32), amax)
-        scaled = hidden * factor[:, None]
-        if _IS_INTERPRETED:
-            codes = _e4m3_code(scaled)
-            # The interpreter multiplies the code of NaN as 480: the scale has to be NaN too.
-            amax += tl.sum(scaled - scaled, axis=1)
-        else:
-            codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        columns = block * BLOCK + lanes
-        tl.store(out_ptr + slots[:, None] * INNER + columns[None, :], codes, mask=is_row[:, None])
-        scales_at = out_scales_ptr + slots * INNER_BLOCKS + block
-        tl.store(scales_at, amax * _RECIPROCAL_OF_MAX, mask=is_row)
+    for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, INNER_BLOCKS, TILE_ROWS, IS_LIMITED)):
+        number = tl.program_id(0) + turn * tl.num_programs(0)
+        expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            counts_ptr, number, NUM_EXPERTS, INNER_BLOCKS, TILE_ROWS
+        )
+        if expert < NUM_EXPERTS:
+            row_in_expert = first_row + tl.arange(0, TILE_ROWS)
+            is_row = row_in_expert < count
+            # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31
+            # elements.
+            slots = (tl.load(first_slot_ptr + expert) + row_in_expert).to(tl.int64)
+            if row_of_slot_ptr is not None:
+                rows = tl.load(row_of_slot_ptr + slots, mask=is_row, other=0).to(tl.int64)
+            else:
+                rows = tl.where(is_row, slots, 0)
+            lanes = tl.arange(0, BLOCK)
+            x_at = x_ptr + rows[:, None] * X_STRIDE + lanes[None, :]
+            x_scales_at = x_scales_ptr + rows * X_SCALES_STRIDE
+            gate_row = expert * (2 * INNER) + block * BLOCK
+            gate_scales_at = matrix_scales_ptr + (expert * 2 * INNER_BLOCKS + block) * HIDDEN_BLOCKS
+            up_scales_at = gate_scales_at + INNER_BLOCKS * HIDDEN_BLOCKS
+            gate = tl.zeros([TILE_ROWS, BLOCK], tl.float32)
+            up = tl.zeros([TILE_ROWS, BLOCK], tl.float32)
+            for k in range(HIDDEN_BLOCKS):
+                x = tl.load(x_at + k * BLOCK)
+                x_scale = tl.load(x_scales_at + k)
+                gate_matrix = tl.trans(matrix.load([gate_row, k * BLOCK]))
+                up_matrix = tl.trans(matrix.load([gate_row + INNER, k * BLOCK]))
+                gate_scale = x_scale * tl.load(gate_scales_at + k)
+                up_scale = x_scale * tl.load(up_scales_at + k)
+                gate += tl.dot(x, gate_matrix) * gate_scale[:, None]
+                up += tl.dot(x, up_matrix) * up_scale[:, None]
+            hidden = gate / (1.0 + tl.exp(-gate)) * up
+            amax = tl.maximum(tl.max(tl.abs(hidden), axis=1), _AMAX_FLOOR)
+            factor = tl.math.div_rn(tl.full([TILE_ROWS], _E4M3_MAX, tl.float32), amax)
+            scaled = hidden * factor[:, None]
+            if _IS_INTERPRETED:
+                codes = _e4m3_code(scaled)
+                # The interpreter multiplies the code of NaN as 480: the scale has to be NaN too.
+                amax += tl.sum(scaled - scaled, axis=1)
+            else:
+                codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            columns = block * BLOCK + lanes
+            tl.store(
+                out_ptr + slots[:, None] * INNER + columns[None, :], codes, mask=is_row[:, None]
+            )
+            scales_at = out_scales_ptr + slots * INNER_BLOCKS + block
+            tl.store(scales_at, amax * _RECIPROCAL_OF_MAX, mask=is_row)
 
 
 @triton.jit
@@ -144,34 +171,37 @@ def _down_fp8_kernel(
     NUM_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_LIMITED: tl.constexpr,
 ) -> None:
     """Compute a tile of TILE_ROWS slots and BLOCK columns of H."""
     HIDDEN_BLOCKS: tl.constexpr = HIDDEN // BLOCK
     INNER_BLOCKS: tl.constexpr = INNER // BLOCK
-    expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        counts_ptr, tl.program_id(0), NUM_EXPERTS, HIDDEN_BLOCKS, TILE_ROWS
-    )
-    if expert < NUM_EXPERTS:
-        row_in_expert = first_row + tl.arange(0, TILE_ROWS)
-        is_row = row_in_expert < count
-        slots = (tl.load(first_slot_ptr + expert) + row_in_expert).to(tl.int64)
-        rows = tl.where(is_row, slots, 0)
-        lanes = tl.arange(0, BLOCK)
-        x_at = x_ptr + rows[:, None] * INNER + lanes[None, :]
-        x_scales_at = x_scales_ptr + rows * INNER_BLOCKS
-        matrix_row = expert * HIDDEN + block * BLOCK
-        matrix_scales_at = matrix_scales_ptr + (expert * HIDDEN_BLOCKS + block) * INNER_BLOCKS
-        total = tl.zeros([TILE_ROWS, BLOCK], tl.float32)
-        for k in range(INNER_BLOCKS):
-            x = tl.load(x_at + k * BLOCK)
-            scale = tl.load(x_scales_at + k) * tl.load(matrix_scales_at + k)
-            total += tl.dot(x, tl.trans(matrix.load([matrix_row, k * BLOCK]))) * scale[:, None]
-        if slot_weights_ptr is not None:
-            weights = tl.load(slot_weights_ptr + slots, mask=is_row, other=0.0)
-            total *= weights[:, None]
-        columns = block * BLOCK + lanes
-        out_at = out_ptr + slots[:, None] * HIDDEN + columns[None, :]
-        tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+    for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, HIDDEN_BLOCKS, TILE_ROWS, IS_LIMITED)):
+        number = tl.program_id(0) + turn * tl.num_programs(0)
+        expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            counts_ptr, number, NUM_EXPERTS, HIDDEN_BLOCKS, TILE_ROWS
+        )
+        if expert < NUM_EXPERTS:
+            row_in_expert = first_row + tl.arange(0, TILE_ROWS)
+            is_row = row_in_expert < count
+            slots = (tl.load(first_slot_ptr + expert) + row_in_expert).to(tl.int64)
+            rows = tl.where(is_row, slots, 0)
+            lanes = tl.arange(0, BLOCK)
+            x_at = x_ptr + rows[:, None] * INNER + lanes[None, :]
+            x_scales_at = x_scales_ptr + rows * INNER_BLOCKS
+            matrix_row = expert * HIDDEN + block * BLOCK
+            matrix_scales_at = matrix_scales_ptr + (expert * HIDDEN_BLOCKS + block) * INNER_BLOCKS
+            total = tl.zeros([TILE_ROWS, BLOCK], tl.float32)
+            for k in range(INNER_BLOCKS):
+                x = tl.load(x_at + k * BLOCK)
+                scale = tl.load(x_scales_at + k) * tl.load(matrix_scales_at + k)
+                total += tl.dot(x, tl.trans(matrix.load([matrix_row, k * BLOCK]))) * scale[:, None]
+            if slot_weights_ptr is not None:
+                weights = tl.load(slot_weights_ptr + slots, mask=is_row, other=0.0)
+                total *= weights[:, None]
+            columns = block * BLOCK + lanes
+            out_at = out_ptr + slots[:, None] * HIDDEN + columns[None, :]
+            tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
 
 
 def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> None:
@@ -245,9 +275,9 @@ def launch_product(
     assert matrices.is_contiguous(), "records of weights refuse other strides"
     stage_rows = tile_rows + (stage_matrix_rows or tile_columns)
     limits = device_limits(given.codes.device)
-    num_slots, num_columns = outputs[0].shape
+    num_tiles = given.num_tiles(len(outputs[0]), tile_rows, tile_columns, outputs[0].shape[1])
     with torch.cuda.device_of(given.codes):
-        run[(given.num_tiles(num_slots, tile_rows, tile_columns, num_columns),)](
+        run[(min(num_tiles, given.num_sms or num_tiles),)](
             given.codes,
             given.scales,
             given.counts,
@@ -259,6 +289,7 @@ def launch_product(
             NUM_EXPERTS=num_experts,
             TILE_ROWS=tile_rows,
             BLOCK=BLOCK,
+            IS_LIMITED=given.num_sms is not None,
             num_warps=num_warps,
             num_stages=limits.stages(stage_rows * BLOCK, most=max_stages),
             **constants,

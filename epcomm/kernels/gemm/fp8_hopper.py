@@ -100,7 +100,7 @@ class _Form(NamedTuple):
     strides: tuple[int, ...]
 
 
-_PRODUCT = tuple(field.name for field in fields(Product))
+_PRODUCT = tuple(field.name for field in fields(Product))[:-1]
 # The operands of each kernel, in the order of _forms_of().
 _OPERANDS = {
     "gate_up": (*_PRODUCT, "out_codes", "out_scales"),
@@ -110,7 +110,8 @@ _OPERANDS = {
 
 def _forms_of(given: Product, *others: Tensor | None) -> tuple[tuple | None, ...]:
     """Return the fields of a _Form of each operand, as tuples, which take less host time."""
-    operands = (*vars(given).values(), *others)
+    *operands, _ = vars(given).values()
+    operands += others
     return tuple(
         [None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in operands]
     )
@@ -214,7 +215,7 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Non
 
     From PACKED_BYTES on, rows of experts with PACKED_SLOTS_PER_EXPERT slots or more are copied into
     the order of slots first, if C has so many for each expert; this allocates [C, H] bytes until
-    the call ends. Host sync: none.
+    the call ends, and may take more than num_sms SMs. Host sync: none.
 
     Raises:
         ShapeError: rows that do not begin at multiples of 16 bytes, or a tensor of another shape,
@@ -241,7 +242,7 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Non
     with on_device(codes.device):
         num_tiles = given.num_tiles(num_slots, TILE_ROWS, BLOCK, inner_size)
         # Each block computes one tile after another.
-        blocks = min(num_tiles, kernels.num_sms)
+        blocks = min(num_tiles, given.num_sms or num_tiles, kernels.num_sms)
         packed = _packed_codes(codes, given.row_of_slot, num_slots, rows, kernels)
         rows_map = matrix_map
         if packed is not None:
@@ -283,7 +284,8 @@ def down_fp8(
     """Compute what its namesake in fp8.py does, for results in bfloat16 or float16.
 
     is_early: the kernel may begin before gate_up_fp8() has ended, if nothing was enqueued since.
-        All operands but codes and scales must be older than that kernel.
+        All operands but codes and scales must be older than that kernel. Ignored with
+        num_sms, because it would wait on the SMs that these leave free.
 
     Raises:
         ShapeError: a tensor of another shape, dtype, device or order.
@@ -314,9 +316,10 @@ def down_fp8(
     )
     with on_device(codes.device):
         num_tiles = given.num_tiles(num_slots, TILE_ROWS, 2 * BLOCK, hidden_size)
-        blocks = min(num_tiles, kernels.num_sms)
+        blocks = min(num_tiles, given.num_sms or num_tiles, kernels.num_sms)
         arguments = (rows_map, matrix_map, out_map, rows, epilogue)
         is_ahead = num_slots >= AHEAD_SLOTS_PER_EXPERT * num_experts
+        is_early = is_early and given.num_sms is None
         kernels.down[out.dtype, is_ahead].launch(blocks, *arguments, is_early=is_early)
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile, launch_product
+from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile, _num_turns, launch_product
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import EXACT, next_power_of_two, warps_for
 from epcomm.kernels.prepared import launch
@@ -51,6 +51,7 @@ def _gate_up_int8_kernel(
     NUM_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_LIMITED: tl.constexpr,
 ) -> None:
     """Compute a tile of TILE_ROWS slots and one block of I, gate and up side by side.
 
@@ -59,46 +60,49 @@ def _gate_up_int8_kernel(
     """
     INNER_BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
     HIDDEN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        counts_ptr, tl.program_id(0), NUM_EXPERTS, INNER_BLOCKS, TILE_ROWS
-    )
-    if expert < NUM_EXPERTS:
-        row_in_expert = first_row + tl.arange(0, TILE_ROWS)
-        is_row = row_in_expert < count
-        # The row is widened before a stride multiplies it: rows may begin beyond 2**31 elements.
-        start = tl.load(first_slot_ptr + expert).to(tl.int64)
-        # A tile that is not full reads the last row again, the only row that is sure to exist.
-        slots = start + tl.minimum(row_in_expert, count - 1)
-        rows = slots
-        if row_of_slot_ptr is not None:
-            rows = tl.load(row_of_slot_ptr + slots).to(tl.int64)
-        lanes = tl.arange(0, BLOCK)
-        x_at = x_ptr + rows[:, None] * X_STRIDE + lanes[None, :]
-        gate_row = expert * (2 * INNER) + block * BLOCK
-        gate_sum = tl.zeros([TILE_ROWS, BLOCK], tl.int32)
-        up_sum = tl.zeros([TILE_ROWS, BLOCK], tl.int32)
-        for k in range(HIDDEN_BLOCKS):
-            if HIDDEN % BLOCK == 0:
-                x = tl.load(x_at + k * BLOCK)
-            else:
-                x = tl.load(x_at + k * BLOCK, mask=lanes[None, :] < HIDDEN - k * BLOCK, other=0)
-            # Beyond the last column and the last matrix TMA gives zeros; rows beyond the end of
-            # gate or up belong to the next matrix, and their sums are not stored.
-            gate_matrix = tl.trans(matrix.load([gate_row, k * BLOCK]))
-            up_matrix = tl.trans(matrix.load([gate_row + INNER, k * BLOCK]))
-            gate_sum = tl.dot(x, gate_matrix, gate_sum, out_dtype=tl.int32)
-            up_sum = tl.dot(x, up_matrix, up_sum, out_dtype=tl.int32)
-        columns = block * BLOCK + lanes
-        is_column = columns < INNER
-        x_scales = tl.load(x_scales_ptr + rows * X_SCALES_STRIDE)[:, None]
-        gate_scales_at = matrix_scales_ptr + expert * (2 * INNER) + columns
-        gate_scales = tl.load(gate_scales_at, mask=is_column, other=0.0)
-        up_scales = tl.load(gate_scales_at + INNER, mask=is_column, other=0.0)
-        gate = gate_sum.to(tl.float32) * x_scales * gate_scales[None, :]
-        up = up_sum.to(tl.float32) * x_scales * up_scales[None, :]
-        hidden = gate / (1.0 + tl.exp(-gate)) * up
-        out_at = out_ptr + slots[:, None] * INNER + columns[None, :]
-        tl.store(out_at, hidden, mask=is_row[:, None] & is_column[None, :])
+    for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, INNER_BLOCKS, TILE_ROWS, IS_LIMITED)):
+        number = tl.program_id(0) + turn * tl.num_programs(0)
+        expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            counts_ptr, number, NUM_EXPERTS, INNER_BLOCKS, TILE_ROWS
+        )
+        if expert < NUM_EXPERTS:
+            row_in_expert = first_row + tl.arange(0, TILE_ROWS)
+            is_row = row_in_expert < count
+            # The row is widened before a stride multiplies it: rows may begin beyond 2**31
+            # elements.
+            start = tl.load(first_slot_ptr + expert).to(tl.int64)
+            # A tile that is not full reads the last row again, the only row that is sure to exist.
+            slots = start + tl.minimum(row_in_expert, count - 1)
+            rows = slots
+            if row_of_slot_ptr is not None:
+                rows = tl.load(row_of_slot_ptr + slots).to(tl.int64)
+            lanes = tl.arange(0, BLOCK)
+            x_at = x_ptr + rows[:, None] * X_STRIDE + lanes[None, :]
+            gate_row = expert * (2 * INNER) + block * BLOCK
+            gate_sum = tl.zeros([TILE_ROWS, BLOCK], tl.int32)
+            up_sum = tl.zeros([TILE_ROWS, BLOCK], tl.int32)
+            for k in range(HIDDEN_BLOCKS):
+                if HIDDEN % BLOCK == 0:
+                    x = tl.load(x_at + k * BLOCK)
+                else:
+                    x = tl.load(x_at + k * BLOCK, mask=lanes[None, :] < HIDDEN - k * BLOCK, other=0)
+                # Beyond the last column and the last matrix TMA gives zeros; rows beyond the end of
+                # gate or up belong to the next matrix, and their sums are not stored.
+                gate_matrix = tl.trans(matrix.load([gate_row, k * BLOCK]))
+                up_matrix = tl.trans(matrix.load([gate_row + INNER, k * BLOCK]))
+                gate_sum = tl.dot(x, gate_matrix, gate_sum, out_dtype=tl.int32)
+                up_sum = tl.dot(x, up_matrix, up_sum, out_dtype=tl.int32)
+            columns = block * BLOCK + lanes
+            is_column = columns < INNER
+            x_scales = tl.load(x_scales_ptr + rows * X_SCALES_STRIDE)[:, None]
+            gate_scales_at = matrix_scales_ptr + expert * (2 * INNER) + columns
+            gate_scales = tl.load(gate_scales_at, mask=is_column, other=0.0)
+            up_scales = tl.load(gate_scales_at + INNER, mask=is_column, other=0.0)
+            gate = gate_sum.to(tl.float32) * x_scales * gate_scales[None, :]
+            up = up_sum.to(tl.float32) * x_scales * up_scales[None, :]
+            hidden = gate / (1.0 + tl.exp(-gate)) * up
+            out_at = out_ptr + slots[:, None] * INNER + columns[None, :]
+            tl.store(out_at, hidden, mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit
@@ -151,6 +155,7 @@ def _down_int8_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_LIMITED: tl.constexpr,
 ) -> None:
     """Compute a tile of TILE_ROWS slots and TILE_COLUMNS columns of H.
 
@@ -158,35 +163,37 @@ def _down_int8_kernel(
     """
     COLUMN_TILES: tl.constexpr = (HIDDEN + TILE_COLUMNS - 1) // TILE_COLUMNS
     INNER_BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
-    expert, first_row, count, tile = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        counts_ptr, tl.program_id(0), NUM_EXPERTS, COLUMN_TILES, TILE_ROWS
-    )
-    if expert < NUM_EXPERTS:
-        row_in_expert = first_row + tl.arange(0, TILE_ROWS)
-        is_row = row_in_expert < count
-        start = tl.load(first_slot_ptr + expert).to(tl.int64)
-        slots = start + tl.minimum(row_in_expert, count - 1)
-        lanes = tl.arange(0, BLOCK)
-        x_at = x_ptr + slots[:, None] * INNER + lanes[None, :]
-        matrix_row = expert * HIDDEN + tile * TILE_COLUMNS
-        total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.int32)
-        for k in range(INNER_BLOCKS):
-            if INNER % BLOCK == 0:
-                x = tl.load(x_at + k * BLOCK)
-            else:
-                x = tl.load(x_at + k * BLOCK, mask=lanes[None, :] < INNER - k * BLOCK, other=0)
-            channels = tl.trans(matrix.load([matrix_row, k * BLOCK]))
-            total = tl.dot(x, channels, total, out_dtype=tl.int32)
-        columns = tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-        is_column = columns < HIDDEN
-        scales_at = matrix_scales_ptr + expert * HIDDEN + columns
-        scales = tl.load(scales_at, mask=is_column, other=0.0)
-        result = total.to(tl.float32) * tl.load(x_scales_ptr + slots)[:, None] * scales[None, :]
-        if slot_weights_ptr is not None:
-            result *= tl.load(slot_weights_ptr + slots)[:, None]
-        out_at = out_ptr + slots[:, None] * HIDDEN + columns[None, :]
-        is_result = is_row[:, None] & is_column[None, :]
-        tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=is_result)
+    for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, COLUMN_TILES, TILE_ROWS, IS_LIMITED)):
+        number = tl.program_id(0) + turn * tl.num_programs(0)
+        expert, first_row, count, tile = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            counts_ptr, number, NUM_EXPERTS, COLUMN_TILES, TILE_ROWS
+        )
+        if expert < NUM_EXPERTS:
+            row_in_expert = first_row + tl.arange(0, TILE_ROWS)
+            is_row = row_in_expert < count
+            start = tl.load(first_slot_ptr + expert).to(tl.int64)
+            slots = start + tl.minimum(row_in_expert, count - 1)
+            lanes = tl.arange(0, BLOCK)
+            x_at = x_ptr + slots[:, None] * INNER + lanes[None, :]
+            matrix_row = expert * HIDDEN + tile * TILE_COLUMNS
+            total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.int32)
+            for k in range(INNER_BLOCKS):
+                if INNER % BLOCK == 0:
+                    x = tl.load(x_at + k * BLOCK)
+                else:
+                    x = tl.load(x_at + k * BLOCK, mask=lanes[None, :] < INNER - k * BLOCK, other=0)
+                channels = tl.trans(matrix.load([matrix_row, k * BLOCK]))
+                total = tl.dot(x, channels, total, out_dtype=tl.int32)
+            columns = tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+            is_column = columns < HIDDEN
+            scales_at = matrix_scales_ptr + expert * HIDDEN + columns
+            scales = tl.load(scales_at, mask=is_column, other=0.0)
+            result = total.to(tl.float32) * tl.load(x_scales_ptr + slots)[:, None] * scales[None, :]
+            if slot_weights_ptr is not None:
+                result *= tl.load(slot_weights_ptr + slots)[:, None]
+            out_at = out_ptr + slots[:, None] * HIDDEN + columns[None, :]
+            is_result = is_row[:, None] & is_column[None, :]
+            tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=is_result)
 
 
 def gate_up_int8(given: Product, *, out: Tensor) -> None:

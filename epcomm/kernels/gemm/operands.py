@@ -15,6 +15,8 @@ class Product:
     counts: [L], int32, slots of each expert.   first_slot: [L + 1], int32.
     matrices: [L, N, K], of the dtype of the codes.
     matrix_scales: [L, N / 128, K / 128] for FP8, [L, N] for INT8; float32.
+    num_sms: most programs, which then compute one tile after another, so that they leave the other
+        SMs of the GPU free; None: any number. Bits are the same. No operand, so it is the last.
     """
 
     codes: Tensor
@@ -24,6 +26,7 @@ class Product:
     first_slot: Tensor
     matrices: Tensor
     matrix_scales: Tensor
+    num_sms: int | None = None
 
     def num_tiles(self, num_slots: int, tile_rows: int, tile_columns: int, columns: int) -> int:
         """Return the tiles of `columns` columns that any counts can need.

@@ -19,18 +19,20 @@ from epcomm.bench.bounds import bound_layer
 from epcomm.bench.contenders.all_gather import AllGather
 from epcomm.bench.exposure import IN_TURN, OVERLAPPED, SHARED, Exposure, trace
 from epcomm.bench.options import FP8, BenchOptions, dtype_of
-from epcomm.bench.ranks import faults_of_all
+from epcomm.bench.ranks import faults_of_all, of_all_ranks
 from epcomm.bench.records import Report, Timing, Wrong
 from epcomm.bench.report import name_of
+from epcomm.bench.timing import peak_bytes_of
 from epcomm.bench.turns import Timed, has_graphs, time_all, time_parts
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError, EPError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
+from epcomm.micro_batches import interleave
 from epcomm.ops.slots import aligned_counts, count_experts
 from epcomm.platforms.tracing import ranged
 from epcomm.quantization import dequantize, quantize
-from epcomm.records import RowsDispatchOutput
+from epcomm.records import RowsDispatchOutput, TopKOutput
 from epcomm.registry import runner_class
 from epcomm.testing.data import RankBatch
 from epcomm.testing.oracle import relative_error
@@ -116,22 +118,52 @@ class _Case:
     def measure(self, on_round: Callable[[], None]) -> None:
         """Check all layers, and time those that are right in turn. Collective: yes."""
         group, experts, expected = self.group, self.make_experts(), self.expected()
+        for tensor in (self.batch.x, self.batch.topk_weights):
+            tensor.requires_grad_(self.options.backward)
         ids = [each.topk_ids for each in self.batches]
         self.report.bounds.append(bound_layer(self.weights, experts, ids, group, self.report.rates))
         right = [each for each in self.open_layers(experts) if self._is_right(each, expected)]
         # Each layer that is right, eager or replayed from a graph.
         ways = [(layer, in_graph) for layer in right for in_graph in _ways_of(layer, group.device)]
         calls = {
-            str(number): layer.timed(group.device, in_graph=in_graph)
+            str(number): layer.timed(
+                group.device, in_graph=in_graph, others={} if in_graph else self._steps(layer)
+            )
             for number, (layer, in_graph) in enumerate(ways)
         }
         us = time_all(calls, group.device, self.options, on_round=on_round)
         for (layer, in_graph), spans in zip(ways, us.values(), strict=True):
             layer.check()
-            self.report.results.append(replace(layer.timing, in_graph=in_graph, us=spans))
+            peaks = (
+                {} if in_graph else self._peak_bytes({"layer": layer.whole, **self._steps(layer)})
+            )
+            timing = replace(layer.timing, in_graph=in_graph, us=spans, peak_bytes=peaks)
+            self.report.results.append(timing)
         if self.options.trace:
             for layer in right:
                 self._expose(layer, experts, expected)
+
+    def _steps(self, layer: Layer) -> Mapping[str, Callable[[], object]]:
+        """Return a layer's call forward and backward, which drops gradients, if it is asked for."""
+        if not self.options.backward or layer.experts is None:
+            return {}
+        trained = [each for each in layer.experts.parameters() if each.requires_grad]
+        tensors = [self.batch.x, self.batch.topk_weights, *trained]
+
+        @torch.enable_grad()
+        def step() -> None:
+            y = layer.whole()
+            y.backward(self.batch.dy)
+            for tensor in tensors:
+                tensor.grad = None
+
+        return {"step": step} if trained else {}
+
+    def _peak_bytes(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, int]:
+        """Return the memory of calls by name, on the worst rank. Collective: yes."""
+        if self.group.device.type != "cuda":
+            return {}
+        return {name: max(of_all_ranks(peak_bytes_of(call))) for name, call in calls.items()}
 
     def _is_right(self, layer: Layer, expected: Tensor) -> bool:
         """Return whether a layer is right on all ranks; report what is wrong. Collective: yes."""
@@ -143,9 +175,10 @@ class _Case:
 
     def _expose(self, layer: Layer, experts: ExpertTensors, expected: Tensor) -> None:
         """Measure and trace what a layer of epcomm exposes of its exchange. Collective: yes."""
-        if layer.experts is None:
+        if layer.experts is None or layer.timing.overlap:
             return
-        config = replace(layer.experts.config, chunks=self.options.chunks or _CHUNKS)
+        number = max(self.options.chunks, default=_CHUNKS)
+        config = replace(layer.experts.config, chunks=number)
         chunked = self._open(config, experts)
         if not chunked or not self._is_right(chunked[0], expected):
             return
@@ -178,6 +211,12 @@ class _Case:
             config = replace(config, runner=runner)
             exact = self._open(config, experts)
             opened += exact
+            if exact:
+                for number in self.options.chunks:
+                    if number > 1:
+                        opened += self._open(replace(config, chunks=number), experts)
+                if self.options.micro_batches is not None:
+                    opened += self._open(config, experts, self.options.micro_batches)
             if exact and mode is Mode.NORMAL and has_graphs(self.group.device):
                 # The host reads exact sizes, so a graph needs a budget.
                 budget = self._num_slots(exact[0].timing.runner)
@@ -185,7 +224,9 @@ class _Case:
         names = dict.fromkeys(each.timing.runner for each in opened)
         return [*opened, *(self._gathered(experts, name) for name in names)]
 
-    def _open(self, config: EPConfig, experts: ExpertTensors) -> list[Layer]:
+    def _open(
+        self, config: EPConfig, experts: ExpertTensors, micro_batches: int | None = None
+    ) -> list[Layer]:
         """Open a layer of epcomm; none if it is refused, which is reported."""
         top_k = self.options.top_k
         try:
@@ -197,22 +238,42 @@ class _Case:
             # All layers share the experts.
             parameter.data = experts.tensors()[name]
         phase, dispatcher = layer.plan.prefill, layer.phases.prefill
+        whole, overlap = partial(layer, self.batch.x, self.batch.topk), ""
+        begins = dispatcher.is_asynchronous
+        if config.chunks is not None:
+            overlap = f"{config.chunks} chunks"
+        if micro_batches is not None:
+            overlap = f"{micro_batches} micro-batches"
+            whole = partial(self._in_turn, layer, micro_batches)
+            begins = begins or phase.caps.has_receive_hook
+        if overlap and not begins:
+            self.report.add_absent(config, f"{overlap}: transfers are not asynchronous here")
+            return []
         made = Layer(
             timing=replace(
                 self._untimed,
                 mode=phase.mode.value,
                 backend=phase.backend,
                 runner=layer.plan.runner or "",
+                overlap=overlap,
             ),
             is_capturable=phase.is_capturable,
             dispatch=partial(dispatcher.dispatch, self.batch.x, self.batch.topk),
             products=lambda rows: layer.runner.run(rows, layer.weights),
             combine=lambda results, rows: dispatcher.combine(results),
-            whole=partial(layer, self.batch.x, self.batch.topk),
+            whole=whole,
             experts=layer,
             check=layer.check,
         )
         return [made]
+
+    def _in_turn(self, layer: ExpertParallelExperts, number: int) -> Tensor:
+        """Compute the tokens in a number of micro-batches."""
+        topk = self.batch.topk
+        tensors = (self.batch.x, topk.topk_ids, topk.topk_weights)
+        parts = zip(*(each.tensor_split(number) for each in tensors), strict=True)
+        calls = [layer.steps(x, TopKOutput(topk_ids=i, topk_weights=w)) for x, i, w in parts]
+        return torch.cat(interleave(*calls))
 
     @property
     def _untimed(self) -> Timing:

@@ -49,7 +49,12 @@ class BenchOptions:
     iterations, warm_up: timed and untimed calls of each contender at each T.
     seed: of tokens, routing and experts.   command: by which the run was started.
     trace: the file for the trace of whole layers; empty: they are not traced.
-    chunks: the parts in which a traced layer computes its tokens, to overlap them.
+    chunks: numbers of parts in which whole layers compute their tokens, besides one; a trace shows
+        the largest, or 4.
+    micro_batches: the number of batches into which whole layers divide their tokens, computed in
+        turn.
+    backward: whether whole layers are timed forward and backward too, where they train.
+    num_sms, product_sms: fields of EPConfig.
     """
 
     tokens: tuple[int, ...]
@@ -69,13 +74,17 @@ class BenchOptions:
     seed: int = 0
     command: str = ""
     trace: str = ""
-    chunks: int | None = None
+    chunks: tuple[int, ...] = ()
+    micro_batches: int | None = None
+    backward: bool = False
+    num_sms: int | None = None
+    product_sms: int | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens:
             raise ConfigError("epcomm bench: --tokens is empty, expected such as 1,128,1024")
         sizes = ("tokens", "hidden", "experts", "top_k", "intermediate", "iterations", "chunks")
-        for name in sizes:
+        for name in (*sizes, "micro_batches", "num_sms", "product_sms"):
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(number is None or is_size(number) for number in numbers):
@@ -126,6 +135,8 @@ class BenchOptions:
             max_tokens_per_rank=tokens,
             dispatch_dtype=self.wire,
             combine_dtype=combine_dtype,
+            num_sms=self.num_sms,
+            product_sms=self.product_sms,
         )
 
     def make_batches(self, tokens: int, world_size: int, device: torch.device) -> list[RankBatch]:
@@ -165,12 +176,12 @@ def sizes_of(shape: str) -> Mapping[str, int]:
     return SHAPES[shape]
 
 
-def read_numbers(text: str) -> tuple[int, ...]:
-    """Read a list such as `1,128,1024`; raise ConfigError if it is invalid."""
+def read_numbers(text: str, name: str = "tokens") -> tuple[int, ...]:
+    """Read a list such as `1,128,1024` of an option; raise ConfigError if it is invalid."""
     try:
         return tuple(dict.fromkeys(map(int, read_names(text))))
     except ValueError:
-        _refuse("tokens", shown(text), "numbers such as 1,128,1024")
+        _refuse(name, shown(text), "numbers such as 1,128,1024")
 
 
 def read_modes(text: str) -> tuple[Mode, ...]:

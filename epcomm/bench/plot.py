@@ -30,16 +30,16 @@ def check_plot(path: Path, *, command: str) -> None:
 
 
 def check_writable(path: Path, *, command: str) -> None:
-    """Make the folder of a file; ConfigError if it cannot be written. A file keeps its content."""
+    """Raise ConfigError if a file cannot be written. A file keeps its content."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
         path.open("ab").close()
         if is_new:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{command}: {path} cannot be written ({error.strerror}); name another file"
+            f"{command}: {path} cannot be written ({error.strerror}); name another file, or make "
+            "its folder"
         ) from None
 
 

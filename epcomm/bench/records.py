@@ -16,10 +16,12 @@ class Timing:
 
     mode: of epcomm; empty for plain torch, whose contender is then named in `backend`.
     runner, weights: of a whole layer, and the format of its experts; else empty.
+    overlap: how a whole layer divides its tokens; empty if it does not.
     in_graph: calls are replayed from a device graph, else launched from Python.
     us: percentiles over iterations in microseconds, each as long as its slowest rank, by span:
         dispatch, combine and pair, which is both; of a layer dispatch, products, combine and
-        layer, which is one call.
+        layer, which is one call; step is its call forward and backward.
+    peak_bytes: the most memory that a layer or step allocates on a GPU, on the worst rank.
     sent_bytes: of one call on the rank that sends most; None of a whole layer.
     """
 
@@ -30,6 +32,8 @@ class Timing:
     us: Mapping[str, Percentiles] = field(default_factory=dict)
     runner: str = ""
     weights: str = ""
+    overlap: str = ""
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
     sent_bytes: BufferTraffic | None = None
 
     @property

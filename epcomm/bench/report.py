@@ -55,6 +55,10 @@ def times_table(report: Report) -> Table:
         parts, whole = ("dispatch", "products", "combine"), "layer"
     headings = [f"{part}\np50" for part in parts]
     headings += [f"{whole}\n{quantile}" for quantile in ("p50", "p95", "p99")]
+    has_steps = any("step" in each.us for each in report.results)
+    has_peaks = any(each.peak_bytes for each in report.results)
+    headings += ["step\np50"] if has_steps else []
+    headings += ["peak\nMB"] if has_peaks else []
     numbers = headings if report.is_of_layers else [*headings, "MB\nsent"]
     table = Table(
         Column("T", justify="right"),
@@ -79,6 +83,10 @@ def times_table(report: Report) -> Table:
                 times = [each.us[part].p50 for part in parts]
                 times += [each.whole.p50, each.whole.p95, each.whole.p99]
                 cells = [f"{us:.0f}" for us in times]
+                if has_steps:
+                    cells.append(f"{each.us['step'].p50:.0f}" if "step" in each.us else "")
+                if has_peaks:
+                    cells.append(f"{max(each.peak_bytes.values()) / 1e6:.0f}")
                 if each.sent_bytes is not None:
                     cells.append(f"{each.sent_bytes.total_bytes / 1e6:.2f}")
                 table.add_row(str(each.tokens), each.mode or "torch", name_of(each), *cells)
@@ -88,7 +96,8 @@ def times_table(report: Report) -> Table:
 
 def name_of(timing: Timing) -> str:
     """Return what was timed in one mode: the backend, the experts, and whether in a graph."""
-    parts = [TITLES.get(timing.backend, timing.backend), timing.weights, timing.runner]
+    backend = TITLES.get(timing.backend, timing.backend)
+    parts = [backend, timing.weights, timing.runner, timing.overlap]
     return ", ".join(filter(None, [*parts, "graph" if timing.in_graph else ""]))
 
 

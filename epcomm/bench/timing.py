@@ -63,6 +63,16 @@ class Clock:
         return laps + [(end - start) * 1e3 for start, end in pairwise(host_s)]
 
 
+def peak_bytes_of(call: Callable[[], object]) -> int:
+    """Return the most bytes of torch's that a call holds at a time on a GPU. Host sync: yes."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 @dataclass(frozen=True, eq=False)
 class Captured:
     """A graph, and the call that it captured, which holds the tensors that a replay reads.

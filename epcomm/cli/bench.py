@@ -74,8 +74,18 @@ class RunOptions:
         typer.Option(help="Of --layer: write a trace for ui.perfetto.dev, print what is exposed."),
     ] = None
     chunks: Annotated[
-        int | None, typer.Option(help="Of --trace: parts of a call that overlaps them, 4.")
+        str, typer.Option(help="Of --layer: EPConfig.chunks, such as 2,4, besides no chunks.")
+    ] = ""
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Of --layer: time so many batches in turn as well.")
     ] = None
+    backward: Annotated[
+        bool, typer.Option("--backward", help="Of --layer: time forward and backward as well.")
+    ] = False
+    num_sms: Annotated[int | None, typer.Option(help="EPConfig.num_sms.")] = None
+    product_sms: Annotated[int | None, typer.Option(help="Of --layer: EPConfig.product_sms.")] = (
+        None
+    )
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16"
     wire: Annotated[
         str | None,
@@ -92,15 +102,17 @@ class RunOptions:
         sizes |= {name: size for name, size in given.items() if size is not None}
         weights = read_names(self.weights) if self.weights else (self.dtype,)
         if not self.layer:
-            for name in ("intermediate", "weights", "trace", "chunks"):
-                if getattr(self, name) not in (None, ""):
+            of_layer = ("intermediate", "weights", "trace", "chunks", "micro_batches")
+            for name in (*of_layer, "backward", "product_sms"):
+                if getattr(self, name) not in (None, "", False):
                     raise ConfigError(
-                        f"epcomm bench: --{name} is given without --layer, which it describes; "
-                        "add --layer or leave it out"
+                        f"epcomm bench: --{name.replace('_', '-')} is given without --layer, which "
+                        "it describes; add --layer or leave it out"
                     )
             sizes["intermediate"], weights = None, ()
         # These fields of BenchOptions have the values of their options.
-        names = ("shape", "dtype", "iterations", "warm_up", "seed", "chunks")
+        names = ["shape", "dtype", "iterations", "warm_up", "seed"]
+        names += ["micro_batches", "backward", "num_sms", "product_sms"]
         return BenchOptions(
             tokens=read_numbers(self.tokens),
             modes=read_modes(self.modes),
@@ -109,6 +121,7 @@ class RunOptions:
             wire=read_wire(self.wire),
             command=_command(),
             trace=str(self.trace or ""),
+            chunks=read_numbers(self.chunks, "chunks"),
             **sizes,
             **{name: getattr(self, name) for name in names},
         )
@@ -174,7 +187,7 @@ def _ranks_to_start(ranks: int | None) -> int | None:
 
 
 def _check_files(run: RunOptions, report: ReportOptions) -> None:
-    """Refuse before the run what cannot be written after it; rank 0 makes the folders."""
+    """Refuse before the run what cannot be written after it."""
     if report.plot is not None:
         check_plot(report.plot, command="epcomm bench")
     for path in (report.output, report.plot, run.trace):

@@ -69,7 +69,7 @@ class BatchInvariantRunner(ExpertRunner):
     @classmethod
     def limit_reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
         # Gradients of matrices are torch's products.
-        return GroupedMMRunner.limit_reasons(weights, machine) if weights.requires_grad else []
+        return GroupedMMRunner.limit_reasons(weights, machine)
 
     @classmethod
     def batch_invariance(cls, weights: ExpertTensors, machine: Machine) -> BatchInvariance:

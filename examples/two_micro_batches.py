@@ -55,12 +55,11 @@ NUM_SEQUENCES, LENGTH = 2, 16
 
 # --8<-- [start:layers]
 def run_layer(
-    layer: Part, x: Tensor, positions: tuple[Tensor, Tensor]
+    layer: Part, x: Tensor, positions: tuple[Tensor, Tensor], **attention: object
 ) -> Generator[None, None, Tensor]:
     """Compute a decoder layer of either model, and yield while its tokens are sent."""
-    attended, _ = layer.self_attn(
-        hidden_states=layer.input_layernorm(x), attention_mask=None, position_embeddings=positions
-    )
+    options = {"attention_mask": None, "position_embeddings": positions, **attention}
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **options)
     x = x + attended
     tokens = layer.post_attention_layernorm(x)
     if isinstance(layer.mlp, ExpertParallelMoE):
@@ -87,7 +86,11 @@ def positions_of(model: Part, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_model(
-    name: str, group: EPGroup, config: EPConfig, sizes: Mapping[str, object] | None = None
+    name: str,
+    group: EPGroup,
+    config: EPConfig,
+    sizes: Mapping[str, object] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Part:
     """Make a model whose MoE blocks are replaced, equal on all ranks. Collective: yes.
 
@@ -95,7 +98,7 @@ def make_model(
     """
     torch.manual_seed(0)
     made = {**SIZES, **MODELS[name], **(sizes or {})}
-    model = AutoModel.from_config(AutoConfig.for_model(name, **made))
+    model = AutoModel.from_config(AutoConfig.for_model(name, **made)).to(dtype)
     for layer in model.layers:
         if hasattr(layer.mlp, "experts"):
             layer.mlp = ExpertParallelMoE.from_transformers(layer.mlp, group, config)

@@ -192,12 +192,13 @@ def read_modes(text: str) -> tuple[Mode, ...]:
     return tuple(map(Mode, found))
 
 
-def read_wire(text: str | None) -> WireDtype | None:
-    """Read `fp8_e4m3` or `int8`, else ConfigError; None: rows have the dtype of hidden states."""
+def read_formats(text: str, option: str) -> tuple[WireDtype, ...]:
+    """Read names of quantised formats, such as `fp8_e4m3,mxfp8`, else ConfigError."""
     names = [each.value for each in WireDtype if each.is_quantized]
-    if text is not None and text not in names:
-        _refuse("wire", repr(text), f"one of {names}")
-    return None if text is None else WireDtype(text)
+    for name in read_names(text):
+        if name not in names:
+            _refuse(option, repr(name), f"one of {names}")
+    return tuple(WireDtype(name) for name in read_names(text))
 
 
 def read_backends(text: str) -> tuple[str, ...]:

@@ -17,10 +17,10 @@ from epcomm.bench.options import (
     SHAPES,
     BenchOptions,
     read_backends,
+    read_formats,
     read_modes,
     read_names,
     read_numbers,
-    read_wire,
     sizes_of,
 )
 from epcomm.bench.plot import check_plot, check_writable, draw
@@ -91,6 +91,7 @@ class RunOptions:
         str | None,
         typer.Option(help="Rows towards the experts of epcomm: fp8_e4m3, int8; --dtype if not."),
     ] = None
+    combine: Annotated[str, typer.Option(help="Formats of sums, timed too: fp8_e4m3.")] = ""
     iterations: Annotated[int, typer.Option(help="Calls of each on the clock.")] = 30
     warm_up: Annotated[int, typer.Option(help="Calls of each before that.")] = 5
     seed: Annotated[int, typer.Option(help="Of tokens, routing and experts.")] = 0
@@ -118,7 +119,8 @@ class RunOptions:
             modes=read_modes(self.modes),
             backends=read_backends(self.backend),
             weights=weights,
-            wire=read_wire(self.wire),
+            wire=next(iter(read_formats(self.wire or "", "wire")), None),
+            combine=read_formats(self.combine, "combine"),
             command=_command(),
             trace=str(self.trace or ""),
             chunks=read_numbers(self.chunks, "chunks"),

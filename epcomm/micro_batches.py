@@ -7,12 +7,11 @@ transfer when it is resumed. With two batches a and b, D their dispatch, E exper
     transfers              | D a         | D b | C a | C b
 """
 
-from collections.abc import Generator
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
+
+from epcomm.records import Steps
 
 T = TypeVar("T")
-# A call in steps: it yields nothing, and returns its result.
-Steps: TypeAlias = Generator[None, None, T]
 
 
 def interleave(*batches: Steps[T]) -> list[T]:

@@ -4,9 +4,9 @@ Letters: T tokens of this rank, K experts per token, H hidden size, R received r
 slots, L experts of this rank. A slot is one (token, expert) pair on the rank that owns the expert.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from torch import Tensor
 from epcomm.errors import HandleError
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireTensor
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+# A call in steps: it yields nothing, and returns its result.
+Steps: TypeAlias = Generator[None, None, T]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

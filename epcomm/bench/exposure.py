@@ -22,8 +22,9 @@ from torch.profiler import profile, record_function
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import Percentiles
 from epcomm.bench.turns import wait_for_all
+from epcomm.calls.transfers import ThreadTransfers
 from epcomm.group import EPGroup
-from epcomm.records import Pending
+from epcomm.records import Pending, Steps
 
 T = TypeVar("T")
 # A trace event of Chrome: its process is a rank; its thread the caller, transfers, or a stream.
@@ -76,13 +77,13 @@ def trace(calls: Mapping[str, Callable[[], object]], group: EPGroup) -> list[Eve
         who = {"ph": "X", "pid": f"rank {group.rank}", "tid": track, "name": name}
         events.append({**who, "ts": start_us, "dur": us})
 
-    def begin(call: Callable[[], T], name: str, **options: bool) -> Pending[T]:
+    def begin(make: Callable[[], Steps[T]], name: str, **options: bool) -> Pending[T]:
         """Begin a call that adds its event: the profiler records only the caller's thread."""
 
-        def recorded() -> T:
+        def recorded() -> Steps[T]:
             start_us = time.time_ns() / 1e3
             try:
-                return call()
+                return (yield from make())
             finally:
                 add(name, "transfers", start_us, time.time_ns() / 1e3 - start_us)
 
@@ -90,7 +91,7 @@ def trace(calls: Mapping[str, Callable[[], object]], group: EPGroup) -> list[Eve
 
     with ExitStack() as stack:
         transfers = group.calls.transfers
-        if transfers is not None:
+        if isinstance(transfers, ThreadTransfers):
             begin_call = transfers.begin
             stack.enter_context(patch.object(transfers, "begin", begin))
         profiler = stack.enter_context(profile())

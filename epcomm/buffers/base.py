@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -11,11 +12,12 @@ from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.order import Calls
+from epcomm.calls.transfers import at_once
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
-from epcomm.records import ExchangePlan, Pending, SlotIndex
+from epcomm.records import ExchangePlan, Pending, SlotIndex, Steps
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Int8Profile, RowsPer, WireTensor
 
@@ -186,8 +188,7 @@ class Buffer(Backend):
 
     counts_calls: every call starts with headers, which increment Calls.next_batch. Until then a
         failure on one rank can still be reported to all.
-    begins_calls: a call may be begun: it runs on the thread of transfers, and on a CUDA device on
-        the stream of transfers.
+    begins_calls: calls may be begun, see epcomm/calls/transfers.py.
     """
 
     counts_calls: bool = False
@@ -202,6 +203,10 @@ class Buffer(Backend):
         Raises:
             ShapeError, CapacityError, HandleError: some rank reported a fault; on every rank.
         """
+
+    def dispatch_steps(self, call: DispatchCall) -> Steps[Dispatched]:
+        """Dispatch, and pause where the host would wait for the device, if begins_calls."""
+        return at_once(partial(self.dispatch, call))
 
     def dispatch_async(self, call: DispatchCall) -> Pending[Dispatched]:
         """Begin a dispatch, if caps.has_receive_hook; wait() receives the rows."""

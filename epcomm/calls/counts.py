@@ -30,6 +30,7 @@ from epcomm.calls.header import (
 from epcomm.calls.order import Calls
 from epcomm.errors import EPError, RankNames, shown
 from epcomm.protocol import BatchFlags, FaultCode, fault_word
+from epcomm.records import Steps
 from epcomm.spec import BufferSpec
 
 
@@ -142,8 +143,8 @@ def exchange_counts(
     exchange: Callable[[Tensor], Tensor] | None = None,
     start_read: Callable[[Tensor], Callable[[], list]] | None = None,
     meanwhile: Callable[[], None] | None = None,
-) -> Counts:
-    """Exchange headers with row and slot counts: the only host sync of a dispatch.
+) -> Steps[Counts]:
+    """Exchange headers with row and slot counts: the only host sync of a dispatch, after a pause.
 
     Args:
         calls: the calls of the group.
@@ -171,6 +172,7 @@ def exchange_counts(
     read = both.tolist if start_read is None else start_read(both)
     if meanwhile is not None:
         meanwhile()
+    yield
     sent_words, received_words = read()
     calls.compare(received_words, received, call.error)
     slots = received[:, HEADER_WORDS:end]

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,8 +46,8 @@ from epcomm.calls.header import (
     CallSign,
     operation_of,
 )
-from epcomm.calls.side_stream import SideStream
-from epcomm.calls.transfers import Transfers
+from epcomm.calls.side_stream import StreamTransfers
+from epcomm.calls.transfers import ThreadTransfers, Transfers
 from epcomm.collectives.base import Closable, Collectives, Scalar
 from epcomm.config import Mode
 from epcomm.errors import EPError, EPTimeout, HandleError, grouped
@@ -59,7 +59,7 @@ from epcomm.protocol import (
     is_passed_on,
     pack_fault,
 )
-from epcomm.records import Pending
+from epcomm.records import Pending, Steps
 
 T = TypeVar("T")
 # Sends an exception to the other ranks in place of a call.
@@ -108,7 +108,7 @@ class Calls:
         self._counted_in = whole if counts_in_whole else None
         self._board: HeaderBoard | None = None
         # Runs begun calls; None if the transport cannot, and in a part of a group.
-        self.transfers: Transfers | None = None
+        self.transfers: Transfers[Any] | None = None
         # Why the transport cannot run begun calls; '' if it can, and before open_transfers().
         self.cannot_begin = ""
         # The number of the next call, equal on all ranks.
@@ -139,9 +139,11 @@ class Calls:
         if self.transfers is None and not self.cannot_begin and self.world_size > 1:
             self.cannot_begin = self.collectives.separate()
             if not self.cannot_begin:
-                device, streams = self.collectives.device, self.collectives.streams
-                side = SideStream(device, streams) if device.type == "cuda" else None
-                self.transfers = Transfers(self.names.where, side)
+                where, device = self.names.where, self.collectives.device
+                if device.type == "cuda":
+                    self.transfers = StreamTransfers(where, device, self.collectives.streams)
+                else:
+                    self.transfers = ThreadTransfers(where)
 
     def settle(self) -> None:
         """Wait for the calls begun so far, before another call of the group. Local."""
@@ -154,19 +156,26 @@ class Calls:
 
     def begin(
         self,
-        call: Callable[[], T],
+        make: Callable[[], Steps[T]],
         report: Report | None = None,
         *,
         name: str,
         must_wait: bool = True,
     ) -> Pending[T]:
-        """Begin `call` on the thread of transfers, after the calls begun before; see announced().
-
-        name, must_wait: see Transfers.begin().
-        """
+        """Begin a call, after the calls begun before; see announced() and Transfers.begin()."""
         assert self.transfers is not None, "only a group with transfers begins calls"
-        announced = partial(self.announced, call, report)
+        announced = partial(self._announced_steps, make, report)
         return self.transfers.begin(announced, name, must_wait=must_wait)
+
+    def _announced_steps(self, make: Callable[[], Steps[T]], report: Report | None) -> Steps[T]:
+        """Make a begun call; report an exception that precedes its header."""
+        number = self.next_batch
+        try:
+            return (yield from make())
+        except Exception as problem:
+            if self.next_batch == number:
+                self._send_report(report, problem)
+            raise
 
     def split(
         self, parts: Sequence[Sequence[int]], *, scope: str, counts_calls: bool = False
@@ -313,11 +322,16 @@ class Calls:
             return call()
         except Exception as problem:
             # The thread may have counted calls begun before, but `call` has counted none.
-            if report is not None and (self.next_batch == number or not settles):
-                # A device that has failed may be unable to send the report too.
-                with suppress(EPError, RuntimeError):
-                    report(problem)
+            if self.next_batch == number or not settles:
+                self._send_report(report, problem)
             raise
+
+    @staticmethod
+    def _send_report(report: Report | None, problem: Exception) -> None:
+        # A device that has failed may be unable to send the report too.
+        with suppress(EPError, RuntimeError):
+            if report is not None:
+                report(problem)
 
     def gather_records(
         self, record: Mapping[str, Scalar], *, phase: str = "gather_records"

@@ -1,83 +1,137 @@
-"""Run begun calls of a CUDA device on a stream of their own.
+"""Begun calls on a CUDA device, on a stream of their own.
 
-    caller's stream   begin A | compute ............. | A.wait() | compute
-    side stream               | A, after the caller's work so far |
+The side stream waits for what the caller had launched when the call was begun, and for the calls
+before it. wait() makes the stream of its caller wait for the end of the call. A call whose sizes
+the host must read pauses there; the host reads them when the next call begins, or in wait(). Until
+then it has launched other work, and the device does both:
 
-The side stream waits for what its caller had launched when the call was begun, and for the calls of
-the group before it. wait() makes the stream of its caller wait for the end of the call; the host
-does not wait for the device.
+    host               begin D1 | launch E0 | begin C0: read the counts of D1, launch its rows | ...
+    caller's stream                 | E0 ........................... |
+    side stream        | headers D1 |        | rows D1 .. |           | C0 ..
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, is_dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from epcomm.calls.transfers import Transfers
 from epcomm.collectives.base import StreamOrder
+from epcomm.records import Steps
 
-T = TypeVar("T")
 
+@dataclass(kw_only=True, eq=False)
+class LaunchedCall:
+    """A call that the host has begun to launch.
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Launched(Generic[T]):
-    """A call that the host has made and the device may not have finished.
-
+    make: holds the tensors of the call, which the device may still read.
+    steps: what the host has not launched; None: nothing.
+    result, error: of the call; None until steps is.
     end: the end of the call on the side stream.
-    call: the call, which holds the memory that the device reads.
     """
 
-    result: T
+    make: Callable[[], Steps[Any]]
+    steps: Steps[Any] | None
+    is_inference: bool
     end: torch.cuda.Event
-    call: Callable[[], T]
+    result: Any = None
+    error: Exception | None = None
 
 
-class SideStream:
-    """The stream of the begun calls of a group."""
+class StreamTransfers(Transfers[LaunchedCall]):
+    """Begun calls on a stream; the thread of the caller launches them."""
 
-    def __init__(self, device: torch.device, order: StreamOrder) -> None:
+    def __init__(self, where: str, device: torch.device, order: StreamOrder) -> None:
         """Create the stream, of higher priority than the default. Local.
 
         With priority, the programs of a transfer start as soon as some of a product have ended,
         and not after all of them.
         """
+        super().__init__(where)
         self._device, self._order = device, order
         self._stream = torch.cuda.Stream(device, priority=-1)
+        # Whether the host launches a call now.
+        self._is_launching = False
+        # Calls that nobody waits for, which the device may not have finished.
+        self._forgotten: list[LaunchedCall] = []
+        self._is_closed = False
 
-    def begin(self, call: Callable[[], T]) -> Callable[[], Launched[T]]:
-        """Return `call` on the side stream, after what this thread has launched so far. Local."""
-        begun = self._order.fork(self._device, self._stream)
-
-        def run() -> Launched[T]:
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(begun)
-                result, end = call(), torch.cuda.Event()
-                end.record()
-                return Launched(result=result, end=end, call=call)
-
-        return run
-
-    def precede(self) -> None:
-        """Make the current stream wait for the calls begun so far. Local. Host sync: none."""
+    def settle(self) -> None:
+        if self.last is None or self._is_launching:
+            return
+        self._launch_rest()
+        # Calls on the current stream follow those on the side stream.
         self._order.follow(self._device)
+        self.last = None
 
-    def has_ended(self, future: Future[Launched[Any]]) -> bool:
-        """Return whether the device has finished a call. Local. Host sync: none."""
-        if not future.done():
-            return False
-        return future.cancelled() or bool(future.exception()) or future.result().end.query()
+    def close(self) -> None:
+        self._is_closed, self.last = True, None
+        self._forgotten.clear()
 
-    def join(self, launched: Launched[T]) -> T:
-        """Return the result, for use on the current stream. Local. Host sync: none."""
+    def _start(self, make: Callable[[], Steps[Any]], name: str) -> LaunchedCall:
+        if self._is_closed:
+            raise self._closed_error(name)
+        self._launch_rest()
+        self._forgotten = [each for each in self._forgotten if not each.end.query()]
+        call = LaunchedCall(
+            make=make,
+            steps=make(),
+            is_inference=torch.is_inference_mode_enabled(),
+            end=torch.cuda.Event(),
+        )
+        self._stream.wait_event(self._order.fork(self._device, self._stream))
+        self._launch(call)
+        return call
+
+    def _launch_rest(self) -> None:
+        """Launch what is left of the last call; earlier ones have been launched."""
+        if self.last is not None:
+            self._launch_all(self.last)
+
+    def _launch_all(self, call: LaunchedCall) -> None:
+        while call.steps is not None:
+            self._launch(call)
+
+    def _launch(self, call: LaunchedCall) -> None:
+        """Launch the next step of a call."""
+        assert call.steps is not None, "there is a step"
+        self._is_launching = True
+        try:
+            with (
+                torch.inference_mode(call.is_inference),
+                torch.no_grad(),
+                torch.cuda.stream(self._stream),
+            ):
+                try:
+                    next(call.steps)
+                    return
+                except StopIteration as end:
+                    call.result = end.value
+                except Exception as error:  # noqa: BLE001
+                    call.error = error
+                call.steps = None
+                call.end.record()
+        finally:
+            self._is_launching = False
+
+    def _finish(self, call: LaunchedCall, name: str) -> Any:  # noqa: ANN401
+        if self._is_closed and call.steps is not None:
+            raise self._closed_error(name)
+        self._launch_all(call)
         stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(launched.end)
-        for tensor in tensors_of(launched.result):
+        stream.wait_event(call.end)
+        if call.error is not None:
+            raise call.error
+        for tensor in tensors_of(call.result):
             # Its memory belongs to the side stream, which must not reuse it before this stream has
             # finished with it.
             tensor.record_stream(stream)
-        return launched.result
+        return call.result
+
+    def _forget(self, call: LaunchedCall) -> None:
+        self._forgotten.append(call)
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:

@@ -1,113 +1,111 @@
-"""Run begun calls of a group on a thread, so that the caller computes while rows are sent.
+"""Begun calls of a group, which send rows while the caller computes.
 
-One call of a group runs at a time, in call order: begun calls run on the thread, and any other call
-first waits for those begun before it (settle()) and then runs on the thread of its caller. So the
-calls of all ranks meet in one order, whichever thread makes them.
+One call of a group runs at a time, in call order, and any other call first lets those begun before
+it run to their ends (settle()). So the calls of all ranks meet in one order. Where the host waits
+in the transport, a thread makes the calls (ThreadTransfers); on a CUDA device the host only
+launches them (epcomm/calls/side_stream.py).
 
     caller   begin A | compute ......... | A.wait() | compute
     thread           | headers A, rows A |
-
-On a CUDA device the calls run on a stream of their own (side_stream.py). A call that is begun while
-a graph is captured runs on the thread of its caller: it needs no other, because it waits for
-nothing, and torch captures what that thread launches.
-
-A begun call runs in the context of its caller. PyTorch keeps grad mode and inference mode by
-thread, so the call gets inference mode from its caller too, and never records a graph.
 """
 
 import itertools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from functools import partial
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from epcomm.calls.side_stream import SideStream
 from epcomm.errors import HandleError
 from epcomm.protocol import FaultCode
-from epcomm.records import Pending
+from epcomm.records import Pending, Steps
 
 T = TypeVar("T")
+# What represents a begun call: of any result, so that calls of all kinds have one order.
+CallT = TypeVar("CallT")
 
 
-class Transfers:
+def at_once(call: Callable[[], T]) -> Steps[T]:
+    """Make a call in one step."""
+    return call()
+    yield  # a generator, although it never pauses
+
+
+def to_the_end(steps: Steps[T]) -> T:
+    """Run the steps of a call without a pause, and return its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+class Transfers(ABC, Generic[CallT]):
     """The begun calls of one rank in a group.
 
     last: the last call that was begun, until it has been waited for; or None.
     """
 
-    def __init__(self, where: str, side_stream: SideStream | None = None) -> None:
-        """Start without calls. The first call starts the thread.
+    def __init__(self, where: str) -> None:
+        """Start without calls.
 
         where: this rank for messages, such as `rank 3 of 8`.
-        side_stream: the stream of the calls; None: the device has no streams.
         """
-        self._where, self._side_stream = where, side_stream
-        self._executor = ThreadPoolExecutor(1, "epcomm-transfers")
-        self._thread: int | None = None
-        self.last: Future[Any] | None = None
-        # The calls that were begun and not waited for, by number, with their names.
-        self._begun: dict[int, tuple[str, Future[Any]]] = {}
-        self._numbers = itertools.count(1)
+        self._where = where
+        self.last: CallT | None = None
+        # The calls that were begun and not waited for, with their names; '' for one that may be
+        # dropped.
+        self._begun: dict[int, tuple[str, CallT]] = {}
+        self._numbers = itertools.count()
         # The error of a call whose Pending was dropped, until the next call reports it.
         self._unfinished: HandleError | None = None
-        # Dropped calls, which hold memory that the device may still use.
-        self._dropped: list[Future[Any]] = []
 
-    @property
-    def is_here(self) -> bool:
-        """Whether a call that was begun runs on this thread."""
-        return get_ident() == self._thread
-
-    def begin(self, call: Callable[[], T], name: str, *, must_wait: bool = True) -> Pending[T]:
-        """Run `call` on the thread, after the calls begun before; wait() returns its result.
+    def begin(
+        self, make: Callable[[], Steps[T]], name: str, *, must_wait: bool = True
+    ) -> Pending[T]:
+        """Begin a call, after the calls begun before; wait() returns its result.
 
         Its tensors must not be written until wait() returns.
 
-        name: the call in words for messages, such as `dispatch of dispatcher 2`.
-        must_wait: it is an error to drop the Pending without wait().
+        Args:
+            make: returns the steps of the call, and holds its tensors. It pauses only where the
+                host waits for the device.
+            name: the call in words for messages, such as `dispatch of dispatcher 2`.
+            must_wait: it is an error to drop the Pending without wait().
         """
-        number, side = next(self._numbers), self._side_stream
-        run = partial(_run, call, torch.is_inference_mode_enabled())
-        if side is not None:
-            self._dropped = [each for each in self._dropped if not side.has_ended(each)]
-            run = side.begin(run)
-        if side is not None and torch.cuda.is_current_stream_capturing():
-            self.settle()
-            future = _done(run)
-        else:
-            try:
-                future = self._executor.submit(copy_context().run, self._on_thread, run)
-            except RuntimeError as error:
-                raise self._closed_error(name) from error
-        self.last = future
-        pending = Pending(partial(self._take, future, number, name))
-        self._begun[number] = name if must_wait else "", future
+        number, call = next(self._numbers), self._start(make, name)
+        self.last = call
+        self._begun[number] = name if must_wait else "", call
+        pending = Pending(partial(self._take, call, number, name))
         weakref.finalize(pending, self._drop, number).atexit = False
         return pending
 
+    @abstractmethod
     def settle(self) -> None:
-        """Wait until the calls begun so far have ended; wait() raises their errors.
+        """Let the calls begun so far run to their ends; wait() raises their errors.
 
-        On a CUDA device the current stream waits for them, and the host only for their launches.
-
-        Local; on the thread of the calls it returns immediately.
+        Local; in such a call it returns immediately.
         """
-        if self.last is not None and not self.is_here:
-            wait([self.last])
-            self.last = None
-            if self._side_stream is not None:
-                self._side_stream.precede()
 
+    @abstractmethod
     def close(self) -> None:
-        """End the thread after its current call. Local, idempotent."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        # Nothing would tell settle() that a cancelled call has ended.
-        self.last = None
+        """End after the current call. Local, idempotent."""
+
+    @abstractmethod
+    def _start(self, make: Callable[[], Steps[Any]], name: str) -> CallT:
+        """Begin a call; see begin()."""
+
+    @abstractmethod
+    def _finish(self, call: CallT, name: str) -> Any:  # noqa: ANN401
+        """Complete a call; return its result, or raise its error."""
+
+    def _forget(self, call: CallT) -> None:
+        """Note that a call will not be waited for."""
 
     def take_unfinished(self, *, is_last: bool = False) -> HandleError | None:
         """Return the error of a call that was begun and never waited for, once, or None. Local.
@@ -122,45 +120,64 @@ class Transfers:
     def _closed_error(self, name: str) -> HandleError:
         return HandleError(f"{name}: the EPGroup is closed ({self._where}); make a new one")
 
-    def _take(self, future: Future[Any], number: int, name: str) -> Any:  # noqa: ANN401
+    def _take(self, call: CallT, number: int, name: str) -> Any:  # noqa: ANN401
         self._begun.pop(number, None)
         try:
-            result = future.result()
-            return result if self._side_stream is None else self._side_stream.join(result)
-        except CancelledError:
-            raise self._closed_error(name) from None
+            return self._finish(call, name)
         finally:
             # Release the result, which the caller now owns.
-            if self.last is future:
+            if self.last is call:
                 self.last = None
 
     def _drop(self, number: int) -> None:
-        name, future = self._begun.pop(number, ("", None))
-        if future is not None and self._side_stream is not None:
-            self._dropped.append(future)
+        name, call = self._begun.pop(number, ("", None))
+        if call is not None:
+            self._forget(call)
         if not name or self._unfinished is not None:
             return
         self._unfinished = HandleError(
-            f"{name}: the call was begun as number {number} and never waited for "
-            f"({self._where}); call wait() of every Pending"
+            f"{name}: the call was begun and never waited for ({self._where}); call wait() of "
+            "every Pending"
         )
         self._unfinished.fault_word = int(FaultCode.UNFINISHED)
 
-    def _on_thread(self, run: Callable[[], T]) -> T:
+
+class ThreadTransfers(Transfers[Future[Any]]):
+    """Begun calls on a thread, which the first one starts.
+
+    A call runs in the context of its caller. PyTorch keeps grad mode and inference mode by thread,
+    so the call gets inference mode from its caller too, and never records a graph.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self._executor = ThreadPoolExecutor(1, "epcomm-transfers")
+        self._thread: int | None = None
+
+    def _start(self, make: Callable[[], Steps[T]], name: str) -> Future[T]:
+        is_inference = torch.is_inference_mode_enabled()
+        try:
+            return self._executor.submit(copy_context().run, self._run, make, is_inference)
+        except RuntimeError as error:
+            raise self._closed_error(name) from error
+
+    def _run(self, make: Callable[[], Steps[T]], is_inference: bool) -> T:
         self._thread = get_ident()
-        return run()
+        with torch.inference_mode(is_inference), torch.no_grad():
+            return to_the_end(make())
 
+    def _finish(self, call: Future[T], name: str) -> T:
+        try:
+            return call.result()
+        except CancelledError:
+            raise self._closed_error(name) from None
 
-def _run(call: Callable[[], T], is_inference: bool) -> T:
-    with torch.inference_mode(is_inference), torch.no_grad():
-        return call()
+    def settle(self) -> None:
+        if self.last is not None and get_ident() != self._thread:
+            wait([self.last])
+            self.last = None
 
-
-def _done(run: Callable[[], T]) -> Future[T]:
-    """Return the result or the error of `run`, which is called here."""
-    future: Future[T] = Future()
-    try:
-        future.set_result(run())
-    except Exception as error:  # noqa: BLE001
-        future.set_exception(error)
-    return future
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        # Nothing would tell settle() that a cancelled call has ended.
+        self.last = None

@@ -37,6 +37,7 @@ from torch.library import Library
 from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.order import Calls, Report
+from epcomm.calls.transfers import at_once
 from epcomm.ops.slots import dot_rows, gather_rows, gather_scalars
 from epcomm.platforms.tracing import ranged
 from epcomm.protocol import BatchFlags
@@ -270,7 +271,7 @@ class _Wait(torch.autograd.Function):
         assert transfer.calls is not None, "only a group with transfers begins calls"
         send, name = partial(transfer.send, *gradients), f"backward of {transfer.name}"
         # If an error ends backward before the first Function, the caller gets that error.
-        transfer.pending = transfer.calls.begin(send, name=name, must_wait=False)
+        transfer.pending = transfer.calls.begin(partial(at_once, send), name=name, must_wait=False)
         return None, None, gradients[0].new_zeros(0)
 
 
@@ -325,12 +326,12 @@ def begin_combine(
     if torch.is_grad_enabled():
         returning = _returning(buffer, rows, gradient_dtype, calls, name)
     if returning is None:
-        return calls.begin(combining, report, name=name)
+        return calls.begin(partial(at_once, combining), report, name=name)
     # Checkpointing ends a recomputation when the last tensor is saved, here at the latest, so the
     # call is begun after that.
     saves = rows.slot_weights is not None
     first = _Begin.apply(returning, None, saves, _results(rows), rows.slot_weights)
-    pending = calls.begin(combining, report, name=name)
+    pending = calls.begin(partial(at_once, combining), report, name=name)
     return Pending(partial(_Wait.apply, returning, pending.wait, first))
 
 

@@ -218,7 +218,8 @@ class Dispatcher(Generic[DispatchT, CombineT]):
                 if call.flags != BatchFlags.NONE:
                     sending = self._sending(call, name)
                     sending.begin_history(call)
-                pending = self._calls.begin(partial(self._buffer.dispatch, call), report, name=name)
+                make = partial(self._buffer.dispatch_steps, call)
+                pending = self._calls.begin(make, report, name=name)
             else:
                 pending = self._buffer.dispatch_async(call)
                 if call.error is not None and call.error.was_raised:

@@ -42,7 +42,7 @@ def test_a_trace_has_both_calls_of_all_ranks(
         iterations=2,
         warm_up=1,
         trace=str(path),
-        chunks=2,
+        chunks=(2,),
     )
     assert bench_on_rank(options, ReportOptions(output=report)) == 0
     if dist.get_rank() != 0:

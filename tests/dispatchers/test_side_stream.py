@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from epcomm import EPConfig, EPGroup, ExpertParallelExperts, TopKOutput, interleave
+from epcomm.calls.side_stream import StreamTransfers
 from epcomm.testing.data import BatchSpec, make_batch, make_weights, random_ids
 from epcomm.testing.oracle import relative_error
 from tests.dispatchers.test_transfers import BACKENDS, Rank
@@ -44,7 +45,7 @@ def inputs_of(group: EPGroup) -> tuple[Tensor, TopKOutput]:
 def test_rows_arrive_while_the_stream_of_the_caller_computes(backend: str, group: EPGroup) -> None:
     rank = Rank(group, backend)
     transfers = group.calls.transfers
-    assert transfers is not None
+    assert isinstance(transfers, StreamTransfers)
     for _ in range(3):
         rank.check_usable()
     with torch.no_grad():
@@ -53,7 +54,7 @@ def test_rows_arrive_while_the_stream_of_the_caller_computes(backend: str, group
         computed = torch.cuda.Event()
         computed.record()
         assert transfers.last is not None
-        transfers.last.result().end.synchronize()
+        transfers.last.end.synchronize()
         assert not computed.query(), "the rows arrived before the computation ended"
         results = rank.results(begun.wait())
         torch.cuda.synchronize()
@@ -61,7 +62,7 @@ def test_rows_arrive_while_the_stream_of_the_caller_computes(backend: str, group
         begun_sums = rank.dispatcher.combine_async(results)
         torch.cuda._sleep(CYCLES)
         computed.record()
-        transfers.last.result().end.synchronize()
+        transfers.last.end.synchronize()
         assert not computed.query(), "the sums arrived before the computation ended"
         y = begun_sums.wait()
         assert torch.equal(y, rank.layer(rank.batch.x, rank.batch.topk))

@@ -28,7 +28,7 @@ from epcomm.ops.slots import packed_index, sum_parts
 from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import INT8_PER_TOKEN
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex, Steps
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireDtype, WireTensor, align_up
 
@@ -123,8 +123,8 @@ class AscendStandardBuffer(AllGatherBuffer):
             *(named[name] for name in ("partial sums", "returned rows")),
         )
 
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        gathered = self._gather_call(call)
+    def dispatch_steps(self, call: DispatchCall) -> Steps[Dispatched]:
+        gathered = yield from self._gather_call(call)
         ids, weights = self._without_masked_entries(gathered)
         rows, positions, index = self._pack(gathered, ids)
         exchange_plan = AscendStandardExchangePlan(

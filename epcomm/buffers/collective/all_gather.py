@@ -32,10 +32,11 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import Counts, counts_bytes, guard_ids, make_headers
 from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
+from epcomm.calls.transfers import to_the_end
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.ops.slots import count_experts, index_slots
-from epcomm.records import ExchangePlan
+from epcomm.records import ExchangePlan, Steps
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireTensor
 
@@ -116,7 +117,10 @@ class AllGatherBuffer(OverCollectives, Buffer):
         )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
-        gathered = self._gather_call(call)
+        return to_the_end(self.dispatch_steps(call))
+
+    def dispatch_steps(self, call: DispatchCall) -> Steps[Dispatched]:
+        gathered = yield from self._gather_call(call)
         counts = gathered.counts
         index, slot_weights = index_slots(
             gathered.topk_ids,
@@ -143,7 +147,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
             any_flags=counts.any_flags,
         )
 
-    def _gather_call(self, call: DispatchCall) -> Gathered:
+    def _gather_call(self, call: DispatchCall) -> Steps[Gathered]:
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         batch, slots = self._new_batch(call), count_experts(topk_ids, self._num_experts)
         num_tokens = torch.tensor(topk_ids.shape[0], device="cpu")
@@ -156,7 +160,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
         headers = make_headers(
             self._calls, batch, call.flags, (fault, num_tokens, slots), has_rest=self._has_rest
         )
-        counts = self._exchange_counts(call, headers, rows_have_slots=False)
+        counts = yield from self._exchange_counts(call, headers, rows_have_slots=False)
         max_tokens = max(counts.rows_from_rank)
         received = self._gather(message, max_tokens, phase="dispatch rows")
         tokens = [

@@ -51,6 +51,7 @@ from epcomm.calls.counts import (
 )
 from epcomm.calls.header import ANY_BATCH, HEADER_WORDS, PAIRS, ROWS, CallKind, CallSign
 from epcomm.calls.order import Calls
+from epcomm.calls.transfers import to_the_end
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError
@@ -71,7 +72,7 @@ from epcomm.ops.slots import (
     slots_by_row,
 )
 from epcomm.protocol import BatchFlags, FaultCode, fault_word
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex, Steps
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import GRADIENT_DTYPES, RowsPer
 
@@ -491,11 +492,14 @@ class RowsBuffer(OverCollectives, AddsBias):
         self._mover.prepare()
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
+        return to_the_end(self.dispatch_steps(call))
+
+    def dispatch_steps(self, call: DispatchCall) -> Steps[Dispatched]:
         self._mover.check_open()
         layout, sending, batch = self._dispatch_layout, self._send_plan(call), self._new_batch(call)
         headers = sending.headers(self._calls, batch, has_rest=self._has_rest)
         exchange = self._mover.exchange_headers(call)
-        counts = self._exchange_counts(
+        counts = yield from self._exchange_counts(
             call, headers, exchange=exchange, meanwhile=sending.run_ahead
         )
         send_splits = counts.rows_to_rank

@@ -18,7 +18,7 @@ from epcomm.errors import EPError
 from epcomm.ops.group_sums import GroupSums, SumGroups, pair_table
 from epcomm.ops.slots import localize, reduce_rows, row_ops_of, slots_by_row, sum_parts
 from epcomm.platforms.machine import Machine
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex, Steps
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import ROW_DTYPES, SUM_DTYPES, Layout, RowsPer, WireFormat
 
@@ -145,7 +145,7 @@ class OverCollectives:
         rows_have_slots: bool = True,
         exchange: Callable[[Tensor], Tensor] | None = None,
         meanwhile: Callable[[], None] | None = None,
-    ) -> Counts:
+    ) -> Steps[Counts]:
         """Exchange row and slot counts: the only host sync of a dispatch; see exchange_counts()."""
         words_to_rank = headers[0].shape[1] + headers[1].shape[1]
         self._traffic.control([1] * self._world_size, 8 * words_to_rank)

@@ -10,7 +10,6 @@ and the host reads nothing: for graphs, and where it must not wait.
 """
 
 import logging
-import time
 from dataclasses import replace
 from typing import ClassVar
 
@@ -35,6 +34,7 @@ from epcomm.calls.call import DispatchCall, RowTopkCall
 from epcomm.calls.faults import assume_all_need_grad, overwritten_error
 from epcomm.calls.header import ANY_BATCH, CallKind
 from epcomm.calls.order import Calls
+from epcomm.calls.transfers import to_the_end
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
 from epcomm.kernels.cuda_jit import nvrtc_is_installed
@@ -48,14 +48,12 @@ from epcomm.kernels.nvlink.normal.exchange import NormalExchange
 from epcomm.platforms.cuda import COPY_ENGINE, cuda_reasons, triton_reasons
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags, FaultCode, fault_byte, pack_status
-from epcomm.records import ExchangePlan
+from epcomm.records import ExchangePlan, Steps
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import FLOAT32_SUM_DTYPES, Layout, RowsPer, WireTensor, align_up
 
 _logger = logging.getLogger(__name__)
 
-# Seconds between two reads of counts by the thread of begun calls.
-_PAUSE_S = 2e-5
 # Blocks of CPU ranks in tests: enough to wait for one another.
 _CPU_BLOCKS = 3
 # A buffer without a limit grows to a multiple of this number of tokens.
@@ -164,6 +162,9 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             self._warm_up()
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
+        return to_the_end(self.dispatch_steps(call))
+
+    def dispatch_steps(self, call: DispatchCall) -> Steps[Dispatched]:
         self._begin_call()
         if self.is_static:
             assert call.num_tokens <= self._layout.max_tokens, "the dispatcher has checked T"
@@ -180,6 +181,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             # The memory is kept, because a kernel may still write it after this call has raised.
             self._totals = totals
             pushed = self._push(call, buffer_index, totals.entries)
+            yield
             counts = self._read_counts(call)
             if counts.most_tokens <= self._layout.max_tokens:
                 return self._receive(call, buffer_index, counts, pushed)
@@ -327,13 +329,6 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         )
         return block
 
-    def _check_wait(self) -> None:
-        """Raise the timeout that a kernel has reported; let the caller of a begun call run."""
-        self._report.check()
-        transfers = self._calls.transfers
-        if transfers is not None and transfers.is_here:
-            time.sleep(_PAUSE_S)
-
     def _read_counts(self, call: DispatchCall) -> NormalCounts:
         """Wait for the counts of all ranks.
 
@@ -342,7 +337,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             ShapeError, CapacityError, ConfigError: as check_headers().
         """
         timeout_s = 2 * self._collectives.kernel_timeout_s
-        totals = self._totals.wait(self._check_wait, timeout_s)
+        totals = self._totals.wait(self._report.check, timeout_s)
         if totals is None:
             raise EPTimeout(
                 f"{self.name}: no counts within {timeout_s:g} s (rank {self._rank} of "

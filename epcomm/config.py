@@ -129,9 +129,11 @@ class EPConfig:
         this many tokens, so that the bits of a token do not depend on the batch; other layers do
         not read it. None: on all tokens at once, which such a layer refuses with sum_groups.
     chunks: the number of parts in which a layer sends and computes its tokens, except in decode, so
-        that one part is sent while another is computed: on CPU ranks over gloo or MPI; other layers
-        do not read it. Each part is a call, which max_tokens_per_rank limits, and two are in
-        flight. None: one part.
+        that one part is sent while another is computed, where calls are begun (docs/graphs.md);
+        other layers do not read it. Each part is a call, which max_tokens_per_rank and
+        max_recv_slots limit, and two are in flight. 1: gradients of experts are computed while
+        those of rows are returned. None: as 1 on CPU ranks; on GPUs nothing overlaps but shared
+        experts.
     record_load: ExpertParallelMoE, and layers of a model that transformers loads, count the tokens
         that chose each expert, for LoadRecorder; no other layer reads it.
     """

@@ -12,7 +12,7 @@ then it has launched other work, and the device does both:
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,13 @@ class LaunchedCall:
 
 
 class StreamTransfers(Transfers[LaunchedCall]):
-    """Begun calls on a stream; the thread of the caller launches them."""
+    """Begun calls on a stream; the thread of the caller launches them.
+
+    They take SMs from the products beside them, which pays where the wire takes a good part of a
+    layer: two H100 lose by it (docs/performance.md).
+    """
+
+    are_free: ClassVar[bool] = False
 
     def __init__(self, where: str, device: torch.device, order: StreamOrder) -> None:
         """Create the stream, of higher priority than the default. Local.

@@ -17,7 +17,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from functools import partial
 from threading import get_ident
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -49,7 +49,10 @@ class Transfers(ABC, Generic[CallT]):
     """The begun calls of one rank in a group.
 
     last: the last call that was begun, until it has been waited for; or None.
+    are_free: transfers take no time from computation.
     """
+
+    are_free: ClassVar[bool] = True
 
     def __init__(self, where: str) -> None:
         """Start without calls.

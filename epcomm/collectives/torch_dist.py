@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 # Key in the store of a process group: the number of times that split() divided its ranks.
 _NUM_DIVISIONS = "epcomm/divisions"
+
+# The process groups made by separate(), by the NCCL group that they serve: a communicator takes
+# memory of the device until torch destroys all groups.
+_separate_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 # Seconds by which gloo's own timeout is later than ours, so that ours is reported.
 _MARGIN_S = 0.25
@@ -80,10 +85,13 @@ class TorchDistCollectives(Collectives):
             self._group = _connected(self, group, range(self.world_size))
         elif self.device.type != "cuda":
             return super().separate()
+        elif group in _separate_groups:
+            self._group = _separate_groups[group]
         elif len(set(self._gather_num_groups())) > 1:
             return "ranks have different numbers of process groups"
         else:
             self._group = self._new_group(group, range(self.world_size))
+            _separate_groups[group] = self._group
         return ""
 
     def _make_part(self, ranks: Sequence[int]) -> Collectives:

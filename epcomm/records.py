@@ -338,6 +338,21 @@ class Pending(Generic[T_co]):
         return finish()
 
 
+def at_once(call: Callable[[], T]) -> Steps[T]:
+    """Make a call in one step."""
+    return call()
+    yield  # a generator, although it never pauses
+
+
+def to_the_end(steps: Steps[T]) -> T:
+    """Run the steps of a call without a pause, and return its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
 def empty_topk(top_k: int, device: torch.device) -> TopKOutput:
     """Return the top-k entries of a rank without tokens: topk_ids [0, K], topk_weights [0, K]."""
     return TopKOutput(

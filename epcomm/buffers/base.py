@@ -12,12 +12,11 @@ from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.order import Calls
-from epcomm.calls.transfers import at_once
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
-from epcomm.records import ExchangePlan, Pending, SlotIndex, Steps
+from epcomm.records import ExchangePlan, Pending, SlotIndex, Steps, at_once
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Int8Profile, RowsPer, WireTensor
 

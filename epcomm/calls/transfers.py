@@ -23,26 +23,11 @@ import torch
 
 from epcomm.errors import HandleError
 from epcomm.protocol import FaultCode
-from epcomm.records import Pending, Steps
+from epcomm.records import Pending, Steps, to_the_end
 
 T = TypeVar("T")
 # What represents a begun call: of any result, so that calls of all kinds have one order.
 CallT = TypeVar("CallT")
-
-
-def at_once(call: Callable[[], T]) -> Steps[T]:
-    """Make a call in one step."""
-    return call()
-    yield  # a generator, although it never pauses
-
-
-def to_the_end(steps: Steps[T]) -> T:
-    """Run the steps of a call without a pause, and return its result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
 
 
 class Transfers(ABC, Generic[CallT]):

@@ -37,12 +37,11 @@ from torch.library import Library
 from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.order import Calls, Report
-from epcomm.calls.transfers import at_once
 from epcomm.ops.slots import dot_rows, gather_rows, gather_scalars
 from epcomm.platforms.tracing import ranged
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import dequantize
-from epcomm.records import ExchangePlan, Pending, RowsCombineInput, SlotIndex
+from epcomm.records import ExchangePlan, Pending, RowsCombineInput, SlotIndex, at_once
 from epcomm.types import RowsPer, WireFormat, WireTensor
 
 T = TypeVar("T")

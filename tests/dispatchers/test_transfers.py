@@ -27,7 +27,7 @@ from epcomm import (
     TopKOutput,
 )
 from epcomm.buffers.collective.all_to_all import SendPlan
-from epcomm.calls.transfers import at_once
+from epcomm.records import at_once
 from epcomm.spec import HostLayout
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, make_weights
 from tests.cases.recorder import LIMIT_S, Recorder

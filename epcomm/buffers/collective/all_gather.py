@@ -32,11 +32,10 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import Counts, counts_bytes, guard_ids, make_headers
 from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
-from epcomm.calls.transfers import to_the_end
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.ops.slots import count_experts, index_slots
-from epcomm.records import ExchangePlan, Steps
+from epcomm.records import ExchangePlan, Steps, to_the_end
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireTensor
 

@@ -51,7 +51,6 @@ from epcomm.calls.counts import (
 )
 from epcomm.calls.header import ANY_BATCH, HEADER_WORDS, PAIRS, ROWS, CallKind, CallSign
 from epcomm.calls.order import Calls
-from epcomm.calls.transfers import to_the_end
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError
@@ -72,7 +71,7 @@ from epcomm.ops.slots import (
     slots_by_row,
 )
 from epcomm.protocol import BatchFlags, FaultCode, fault_word
-from epcomm.records import ExchangePlan, SlotIndex, Steps
+from epcomm.records import ExchangePlan, SlotIndex, Steps, to_the_end
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import GRADIENT_DTYPES, RowsPer
 

@@ -34,7 +34,6 @@ from epcomm.calls.call import DispatchCall, RowTopkCall
 from epcomm.calls.faults import assume_all_need_grad, overwritten_error
 from epcomm.calls.header import ANY_BATCH, CallKind
 from epcomm.calls.order import Calls
-from epcomm.calls.transfers import to_the_end
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
 from epcomm.kernels.cuda_jit import nvrtc_is_installed
@@ -48,7 +47,7 @@ from epcomm.kernels.nvlink.normal.exchange import NormalExchange
 from epcomm.platforms.cuda import COPY_ENGINE, cuda_reasons, triton_reasons
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags, FaultCode, fault_byte, pack_status
-from epcomm.records import ExchangePlan, Steps
+from epcomm.records import ExchangePlan, Steps, to_the_end
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import FLOAT32_SUM_DTYPES, Layout, RowsPer, WireTensor, align_up
 

@@ -53,11 +53,10 @@ _ROUTERS = {
 }
 
 
-def render(*results: Result) -> str:
+def render(result: Result, *others: Result) -> str:
     """Return the tables of one result, or one table of the layers of several, and a caption."""
-    if len(results) > 1:
-        return _render_layers(results)
-    (result,) = results
+    if others:
+        return _render_layers([result, *others])
     return _RENDERERS[result["benchmark"]](result)
 
 
@@ -73,11 +72,12 @@ def _render_layers(results: Sequence[Result]) -> str:
             }
             least = bound["us"]["layer"]
             cells = [_number(us.get(name), 0) for name in _LAYER_COLUMNS]
-            cells[1:1] = [_number(us["nvlink"] / least if "nvlink" in us else None, 2)]
+            ratio = us["nvlink"] / least if "nvlink" in us else None
+            cells.insert(1, _number(ratio, 2))
             layer = f"{sizes['shape']} on {sizes['ranks']} GPUs"
             rows.append([layer, bound["weights"], str(bound["tokens"]), f"{least:.0f}", *cells])
     columns = [TITLES.get(name, name) for name in _LAYER_COLUMNS]
-    columns[1:1] = ["over the bound"]
+    columns.insert(1, "over the bound")
     heads = ["us of a layer", "experts", "tokens a GPU", "bound", *columns]
     caption = (
         f"{_where(results[0])}, {_torch(results[0])}, {_commits(results)}; medians of calls in "

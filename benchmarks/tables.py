@@ -66,9 +66,10 @@ def _render_layers(results: Sequence[Result]) -> str:
     for result in results:
         sizes = result["configuration"]
         for bound in _bounds_of(result):
-            layers = _layers_of(result, bound)
             us = {
-                each["backend"]: each["us"]["layer"]["p50"] for each in layers if each["in_graph"]
+                each["backend"]: each["us"]["layer"]["p50"]
+                for each in _layers_of(result, bound)
+                if each["in_graph"] and not each.get("overlap")
             }
             least = bound["us"]["layer"]
             cells = [_number(us.get(name), 0) for name in _LAYER_COLUMNS]
@@ -158,7 +159,8 @@ def _table_of_layers(result: Result) -> list[str]:
 
 def _contender(timing: Result, *, in_graph: bool = False) -> str:
     parts = [(timing["mode"] or "torch").replace("_", " ")]
-    parts += [TITLES.get(timing["backend"], timing["backend"]), timing.get("runner", "")]
+    parts.append(TITLES.get(timing["backend"], timing["backend"]))
+    parts += [timing.get(name, "") for name in ("runner", "overlap")]
     return ", ".join(filter(None, [*parts, "graph" if in_graph else ""]))
 
 

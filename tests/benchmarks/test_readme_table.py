@@ -47,6 +47,7 @@ def test_tables_of_layers_have_bounds_and_the_distance_to_them() -> None:
         layer("all_gather", 90.0),
         layer("nvlink", 50.0, mode="low_latency"),
         layer("nvlink", 70.0, mode="low_latency", in_graph=False),
+        {**layer("nvlink", 45.0, mode="low_latency"), "overlap": "2 chunks"},
     ]
     bound = {"tokens": 128, "weights": "fp8", "us": least}
     rates = {"copy_gb_per_s": 4237.2, "fp8_tflops": 1431.0}
@@ -54,6 +55,7 @@ def test_tables_of_layers_have_bounds_and_the_distance_to_them() -> None:
     text = render(given)
     rows = [
         "bound | 5 | 30 | 5 | 40 | 1.00 |  |",
+        "low latency, nvlink, fp8_wgmma, 2 chunks | 10 | 50 | 20 | 45 | 1.12 |  |",
         "low latency, nvlink, fp8_wgmma | 10 | 50 | 20 | 50 | 1.25 | 70 |",
         "torch, all-gather and reduce-scatter, fp8_wgmma | 10 | 50 | 20 | 90 | 2.25 |  |",
     ]

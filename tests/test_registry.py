@@ -3,14 +3,7 @@ import pytest
 from epcomm import ConfigError
 from epcomm.buffers.base import Buffer
 from epcomm.config import Mode
-from epcomm.registry import (
-    BUFFERS,
-    RUNNERS,
-    backend_names,
-    buffer_class,
-    class_names,
-    runner_class,
-)
+from epcomm.registry import BUFFERS, RUNNERS, backend_names, buffer_class, class_names, runner_class
 from epcomm.runners.base import ExpertRunner
 
 

@@ -157,10 +157,7 @@ CASES += [(name, torch.float32) for name in ("collective", "auto")]
 @pytest.mark.ranks(1, 2, 4, slow=(8,))
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_bits_are_those_of_one_rank(
-    group: EPGroup,
-    reference_of: Callable[[torch.dtype], Reference],
-    name: str,
-    dtype: torch.dtype,
+    group: EPGroup, reference_of: Callable[[torch.dtype], Reference], name: str, dtype: torch.dtype
 ) -> None:
     batch, reference = Batch.make(dtype), reference_of(dtype)
     layer = make_layer(group, CONFIGS[name], dtype)

@@ -28,10 +28,7 @@ class Case:
     @property
     def layout(self) -> RowLayout:
         return RowLayout(
-            hidden_size=self.hidden_size,
-            top_k=self.top_k,
-            format=self.format,
-            has_ids=self.has_ids,
+            hidden_size=self.hidden_size, top_k=self.top_k, format=self.format, has_ids=self.has_ids
         )
 
 

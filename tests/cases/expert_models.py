@@ -30,10 +30,7 @@ class OverRanks(nn.Module):
     """A linear layer and experts of a group; forward returns a loss."""
 
     def __init__(
-        self,
-        group: EPGroup,
-        weights: ExpertTensors | None = None,
-        config: EPConfig | None = None,
+        self, group: EPGroup, weights: ExpertTensors | None = None, config: EPConfig | None = None
     ) -> None:
         super().__init__()
         torch.manual_seed(0)

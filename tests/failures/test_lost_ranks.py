@@ -78,12 +78,7 @@ HOSTS = [
     Scenario(fault="killed", phase="combine", lost_ranks=(0, 1), num_hosts=2),
     Scenario(fault="unplugged", phase="combine", lost_ranks=(0, 1), num_hosts=2),
     Scenario(
-        fault="killed",
-        phase="dispatch",
-        lost_ranks=(0, 1),
-        store_host=0,
-        num_ranks=8,
-        num_hosts=4,
+        fault="killed", phase="dispatch", lost_ranks=(0, 1), store_host=0, num_ranks=8, num_hosts=4
     ),
     # Ranks of a host also wait for one another, and some of them wait for the lost host.
     Scenario(

@@ -27,13 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from epcomm import (
-    ConfigError,
-    EPConfig,
-    EPGroup,
-    ExpertParallelExperts,
-    ExpertParallelMoE,
-)
+from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelExperts, ExpertParallelMoE
 from epcomm.integrations.transformers import prepare_trainer
 from epcomm.training.checkpoints import gather_state_dict
 from tests.cases.shared_folder import shared_folder

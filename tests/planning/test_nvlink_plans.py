@@ -28,10 +28,7 @@ RANKS: dict[str, tuple[list[PeerReach], list[str]]] = {
     "joined": (told("a", "b"), []),
     "two pairs": (
         told("a", "b", "c"),
-        [
-            "rank 0 is not connected to [2] by NVLink",
-            "rank 1 is not connected to [2] by NVLink",
-        ],
+        ["rank 0 is not connected to [2] by NVLink", "rank 1 is not connected to [2] by NVLink"],
     ),
     "one GPU for two": (
         told("a", "b", "a"),

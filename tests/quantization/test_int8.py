@@ -12,11 +12,7 @@ import torch
 from epcomm import ConfigError, ShapeError, WireDtype, WireFormat, WireTensor
 from epcomm.quantization import INT8_PER_TOKEN, Int8Profile, dequantize, quantize
 from tests.quantization import oracle
-from tests.quantization.rows import (
-    all_values,
-    half_neighbours,
-    largest_of_blocks,
-)
+from tests.quantization.rows import all_values, half_neighbours, largest_of_blocks
 
 CONTRACT = Path(__file__).parents[1] / "contracts" / "ascend_quant_profiles.json"
 GOLDEN = json.loads(CONTRACT.read_text("utf-8"))

@@ -128,9 +128,7 @@ def check_batch_invariance(
     x, grad = hidden.to(device, weights.dtype).unbind()
     pool, num_experts = quantize(x, wire), weights.num_experts
     everything = Batch(
-        id="all",
-        rows_of_expert=(torch.arange(size, device="cpu"),) * num_experts,
-        has_index=False,
+        id="all", rows_of_expert=(torch.arange(size, device="cpu"),) * num_experts, has_index=False
     )
     has_gradients = runner.has_gradients and not wire.dtype.is_quantized
     expected = _compute(runner, weights, everything, pool, grad, has_gradients=has_gradients)

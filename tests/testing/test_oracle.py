@@ -77,10 +77,7 @@ def test_relative_error(actual: Tensor, expected: Tensor, error: float) -> None:
 
 WORLD_SIZE = 2
 SPEC = BatchSpec(
-    num_local_experts=2,
-    top_k=2,
-    tokens_of_rank=lambda rank, world_size: 4,
-    choose_ids=random_ids,
+    num_local_experts=2, top_k=2, tokens_of_rank=lambda rank, world_size: 4, choose_ids=random_ids
 )
 
 

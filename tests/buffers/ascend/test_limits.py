@@ -38,10 +38,7 @@ NORMAL, LOW_LATENCY = "AscendNormalBuffer", "AscendLowLatencyBuffer"
 BOTH = (NORMAL, LOW_LATENCY)
 HIDDEN = 1024
 LAYER = MoESpec(hidden_size=HIDDEN, num_experts=8, top_k=2)
-ROUNDS = {
-    "DEEPEP_NORMAL_LONG_SEQ_ROUND": "1",
-    "DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKENS": "32",
-}
+ROUNDS = {"DEEPEP_NORMAL_LONG_SEQ_ROUND": "1", "DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKENS": "32"}
 A2_LAYER = replace(LAYER, hidden_size=7168)
 
 
@@ -109,11 +106,7 @@ LIMITS = [
     Limit("hidden_size is 7136, expected 7168 on A2", hidden(7168), hidden(7136), (NORMAL,), "A2"),
     Limit("expected a multiple of 32 on A2", hidden(1056), hidden(1040), (LOW_LATENCY,), "A2"),
     Limit(
-        "max_tokens_per_rank is 33, at most 32",
-        tokens(32),
-        tokens(33),
-        (NORMAL,),
-        variables=ROUNDS,
+        "max_tokens_per_rank is 33, at most 32", tokens(32), tokens(33), (NORMAL,), variables=ROUNDS
     ),
     Limit("max_tokens_per_rank is 513, at most 512", tokens(512), tokens(513), (LOW_LATENCY,)),
     Limit("serves 2 to", Side(), Side(world_size=1)),

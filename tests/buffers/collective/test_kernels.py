@@ -9,15 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from epcomm import (
-    DeepEPNormalDispatcher,
-    EPConfig,
-    EPGroup,
-    Mode,
-    MoESpec,
-    WireDtype,
-    WireFormat,
-)
+from epcomm import DeepEPNormalDispatcher, EPConfig, EPGroup, Mode, MoESpec, WireDtype, WireFormat
 from epcomm.buffers.collective.all_to_all import CollectiveExchangePlan
 from epcomm.ops import slots as kernels_by_device
 from epcomm.ops.slots import MemberTable, slots_by_row

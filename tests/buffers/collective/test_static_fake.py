@@ -5,11 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from epcomm import EPConfig, EPGroup, ExpertParallelExperts, TopKOutput

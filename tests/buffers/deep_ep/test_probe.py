@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from epcomm import (
-    BackendUnavailable,
-    EPConfig,
-    EPGroup,
-    MoESpec,
-    WireDtype,
-    WireFormat,
-    plan,
-)
+from epcomm import BackendUnavailable, EPConfig, EPGroup, MoESpec, WireDtype, WireFormat, plan
 from epcomm.config import Mode
 from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.deep_ep_package import (

@@ -27,10 +27,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, reached: list[str], process_group: o
     monkeypatch.setattr(buffer, "reach_of", lambda _: PeerReach(device="a"))
     return buffer.inner_buffer_class(
         cast(Calls, whole),
-        cast(
-            Calls,
-            SimpleNamespace(collectives=SimpleNamespace(process_group=process_group)),
-        ),
+        cast(Calls, SimpleNamespace(collectives=SimpleNamespace(process_group=process_group))),
         HostLayout.of([0, 0, 1, 1]),
         SPEC,
     )

@@ -5,14 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from epcomm import (
-    BackendUnavailable,
-    EPConfig,
-    EPGroup,
-    MoESpec,
-    WireDtype,
-    plan,
-)
+from epcomm import BackendUnavailable, EPConfig, EPGroup, MoESpec, WireDtype, plan
 from epcomm.testing import layer_suite
 from tests.cases.meshes import mesh_of
 

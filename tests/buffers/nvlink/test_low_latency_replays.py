@@ -83,10 +83,7 @@ class Run:
                 self.results, out.exchange_plan, call.topk_weights
             )
         return self.buffer.combine_async(
-            self.results,
-            out.exchange_plan,
-            rows_per=RowsPer.SLOT,
-            slot_weights=out.slot_weights,
+            self.results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
         )
 
     def combine(self, call: DispatchCall, out: Dispatched) -> Tensor:

@@ -11,10 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from epcomm import ConfigError, EPGroup, Mode, ShapeError
 from epcomm.buffers.base import Dispatched, ReturnsSlots
-from epcomm.buffers.nvlink.low_latency import (
-    NVLinkLowLatencyBuffer,
-    NVLinkMaskedBuffer,
-)
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer, NVLinkMaskedBuffer
 from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
 from epcomm.buffers.row_layout import wire_tensor_of
 from epcomm.buffers.sizes import CallShape

@@ -31,20 +31,12 @@ def call_of(ids: list[list[int]], rank: int, device: torch.device) -> DispatchCa
     weights = (1.0 + torch.arange(topk_ids.numel(), device=device)).view(topk_ids.shape)
     # Rows are in separate memory with gradients and without.
     flags = BatchFlags.GRAD_ENABLED if len(ids) % 2 else BatchFlags.NONE
-    return RowTopkCall(
-        hidden_states=x,
-        topk_ids=topk_ids,
-        topk_weights=weights,
-        flags=flags,
-    )
+    return RowTopkCall(hidden_states=x, topk_ids=topk_ids, topk_weights=weights, flags=flags)
 
 
 def check_full(buffer: Buffer, group: EPGroup) -> Tensor:
     """Check a full batch: rank 0 gets two of its rows and four of rank 1; rank 1 gets one."""
-    ids_of_rank = [
-        [[0, 2, 1], [-1, 1, -1]],
-        [[0, -1, -1], [1, 0, -1], [-1, -1, 0], [1, -1, -1]],
-    ]
+    ids_of_rank = [[[0, 2, 1], [-1, 1, -1]], [[0, -1, -1], [1, 0, -1], [-1, -1, 0], [1, -1, -1]]]
     call = call_of(ids_of_rank[group.rank], group.rank, group.device)
     out = buffer.dispatch(replace(call, flags=BatchFlags.NONE))
     assert isinstance(out, RowTopkDispatched)

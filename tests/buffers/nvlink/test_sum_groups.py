@@ -14,10 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from epcomm import Mode
 from epcomm.buffers.nvlink import base
-from epcomm.buffers.nvlink.low_latency import (
-    NVLinkLowLatencyBuffer,
-    NVLinkMaskedBuffer,
-)
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer, NVLinkMaskedBuffer
 from epcomm.buffers.nvlink.memory import SymmetricMemory
 from epcomm.buffers.sizes import CallShape
 from epcomm.calls.call import DispatchCall

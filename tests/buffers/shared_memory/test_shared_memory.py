@@ -25,13 +25,7 @@ from epcomm.collectives.torch_dist import TorchDistCollectives
 from epcomm.config import Mode
 from epcomm.planning import candidates
 from epcomm.platforms import machine
-from epcomm.testing.buffer_suite import (
-    BATCH_SPECS,
-    BufferEnv,
-    check_batch,
-    make_call,
-    run_scenario,
-)
+from epcomm.testing.buffer_suite import BATCH_SPECS, BufferEnv, check_batch, make_call, run_scenario
 from epcomm.testing.data import BatchSpec, random_ids
 from epcomm.types import RowsPer
 

@@ -133,11 +133,7 @@ LOW_LATENCY_DISPATCH: dict[str, Case] = {
         CapacityError,
         "topk_idx names an expert 6 times, expected at most .* = 4",
     ),
-    "too_many_tokens": (
-        {LIMIT: 2},
-        CapacityError,
-        f"x has 3 tokens, expected at most {LIMIT} = 2",
-    ),
+    "too_many_tokens": ({LIMIT: 2}, CapacityError, f"x has 3 tokens, expected at most {LIMIT} = 2"),
     "limit_others": disagreeing("max_tokens_per_rank", M, 2 * M, **{LIMIT: 2 * M}),
     "fp8_others": ({"use_fp8": True}, ConfigError, "disagree on .*bf16.* rank 0, .*fp8.* rank 1"),
     "packed_without_powers": (

@@ -75,8 +75,7 @@ def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # An interpreter takes seconds for a slab, so not every format with every case.
 @pytest.mark.parametrize(
-    ("name", "case"),
-    [("bf16", "low_latency_uneven"), ("fp8_ue8m0", "low_latency_empty_rank")],
+    ("name", "case"), [("bf16", "low_latency_uneven"), ("fp8_ue8m0", "low_latency_empty_rank")]
 )
 def test_low_latency_equals_the_recording(name: str, case: str) -> None:
     recorded, inputs = recorded_case(case)[name], inputs_of(case, LL_H)
@@ -266,13 +265,7 @@ def test_ranks_that_refuse_a_call_for_different_reasons_wait_for_nobody() -> Non
     many = Batch(buffer.rank, (128, 2, 4), num_tokens=9 if buffer.rank == 0 else 3)
     with pytest.raises(EPError, match="low_latency_dispatch"):
         buffer.low_latency_dispatch(
-            many.x,
-            many.ids,
-            8,
-            4,
-            use_fp8=True,
-            use_ue8m0=True,
-            return_recv_hook=True,
+            many.x, many.ids, 8, 4, use_fp8=True, use_ue8m0=True, return_recv_hook=True
         )
     dist.barrier()
     assert torch.equal(low_latency(buffer, batch, batch.x, batch.weights), batch.x)

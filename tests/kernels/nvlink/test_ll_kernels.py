@@ -194,13 +194,7 @@ def receive_sums(rank: Rank, num_tokens: int) -> Tensor:
     y = torch.full((num_tokens, HIDDEN), float("nan"), dtype=torch.bfloat16)
     y = y.to(rank.block.device)
     ll_combine_recv.receive_combine(
-        rank.exchange,
-        y,
-        rank.is_sent,
-        None,
-        wanted_tokens=num_tokens,
-        in_lines=False,
-        batch=0,
+        rank.exchange, y, rank.is_sent, None, wanted_tokens=num_tokens, in_lines=False, batch=0
     )
     return y
 

@@ -11,11 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
-from epcomm.kernels.nvlink.common.plan_parts import (
-    IndexSizes,
-    NVLinkNormalExchangePlan,
-    PlanBlock,
-)
+from epcomm.kernels.nvlink.common.plan_parts import IndexSizes, NVLinkNormalExchangePlan, PlanBlock
 from epcomm.kernels.nvlink.normal.combine import SUM_FORMATS, combine_rows
 from epcomm.kernels.nvlink.normal.dispatch import dispatch_rows
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, State

@@ -50,22 +50,26 @@ def test_rows_arrive_while_the_stream_of_the_caller_computes(backend: str, group
         rank.check_usable()
     with torch.no_grad():
         begun = rank.dispatcher.dispatch_async(rank.batch.x, rank.batch.topk)
-        torch.cuda._sleep(CYCLES)
-        computed = torch.cuda.Event()
-        computed.record()
-        assert transfers.last is not None
-        transfers.last.end.synchronize()
-        assert not computed.query(), "the rows arrived before the computation ended"
+        check_end_while_caller_computes(transfers)
         results = rank.results(begun.wait())
         torch.cuda.synchronize()
-
         begun_sums = rank.dispatcher.combine_async(results)
-        torch.cuda._sleep(CYCLES)
-        computed.record()
-        transfers.last.end.synchronize()
-        assert not computed.query(), "the sums arrived before the computation ended"
+        check_end_while_caller_computes(transfers)
         y = begun_sums.wait()
         assert torch.equal(y, rank.layer(rank.batch.x, rank.batch.topk))
+
+
+def check_end_while_caller_computes(transfers: StreamTransfers) -> None:
+    """Check that the device ends the begun call before what its caller has launched since."""
+    torch.cuda._sleep(CYCLES)
+    computed = torch.cuda.Event()
+    computed.record()
+    call = transfers.last
+    assert call is not None
+    # As the next call does, launch what follows the counts of a dispatch.
+    transfers.settle()
+    call.end.synchronize()
+    assert not computed.query()
 
 
 @pytest.mark.ranks(2)

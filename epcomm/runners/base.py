@@ -92,7 +92,7 @@ class ExpertRunner(ABC):
     is_for_sum_groups: without EPConfig.sum_groups a plan takes the runner by name alone.
     has_gradients: results are differentiable; else run() refuses rows and experts that need it,
         and records that its kernels would misread.
-    product_sms: EPConfig.product_sms, which the layer sets.
+    has_limit: products of GPUs obey product_sms, EPConfig.product_sms, which the layer sets.
     """
 
     name: ClassVar[str]
@@ -104,6 +104,7 @@ class ExpertRunner(ABC):
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
     is_for_sum_groups: ClassVar[bool] = False
     has_gradients: ClassVar[bool] = False
+    has_limit: ClassVar[bool] = False
     product_sms: int | None = None
 
     def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
@@ -139,8 +140,8 @@ class ExpertRunner(ABC):
 
     @classmethod
     def limit_reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
-        """Return why products of a GPU may exceed product_sms; empty if they obey. Local."""
-        return ["its products have no limit of SMs, but EPConfig.product_sms is set"]
+        """Return why products of a GPU exceed product_sms; empty if they obey. Local."""
+        return [] if cls.has_limit else ["its products cannot obey EPConfig.product_sms"]
 
     @classmethod
     def is_candidate(cls, weights: ExpertTensors) -> bool:

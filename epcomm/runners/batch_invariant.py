@@ -6,7 +6,7 @@ has one shape and one order of sums (epcomm.kernels.gemm.fixed_tiles). EPConfig.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import torch
@@ -88,10 +88,8 @@ class BatchInvariantRunner(ExpertRunner):
         weights = cast_experts(weights, compute_dtype(dispatched, weights))
         index = dispatched.index
         slots = pack(dequantize(dispatched.hidden_states, weights.dtype), index)
-        if slots.is_cuda:
-            results = _run_tiles(slots, weights, index, self.product_sms)
-        else:
-            results = _run_blocks(slots, weights, index)
+        run = partial(_run_tiles, num_sms=self.product_sms) if slots.is_cuda else _run_blocks
+        results = run(slots, weights, index)
         slot_weights = slot_weights_to_apply(dispatched, self.name)
         return results if slot_weights is None else weight_slots(results, slot_weights)
 

@@ -67,6 +67,7 @@ class DeepGemmRunner(ExpertRunner):
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Fp8BlockWeights,)
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
     expert_alignment: ClassVar[int] = EXPERT_ALIGNMENT
+    has_limit: ClassVar[bool] = True
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
@@ -84,10 +85,6 @@ class DeepGemmRunner(ExpertRunner):
         if weights.dtype is not torch.bfloat16:
             reasons.append(f"hidden states are {weights.dtype}, expected torch.bfloat16")
         return reasons + _device_reasons(weights, machine) + deep_gemm_reasons(machine)
-
-    @classmethod
-    def limit_reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
-        return []
 
     @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
@@ -157,10 +154,9 @@ class DeepGemmRunner(ExpertRunner):
         return _experts(multiply, operand, weights, counts, None, slot_weights)
 
     def _limited(self) -> AbstractContextManager[None]:
-        get_num_sms, limit = self._package.get_num_sms, self.product_sms
+        get, limit = self._package.get_num_sms, self.product_sms
         # The package refuses more SMs than there are.
-        least = None if limit is None else min(limit, get_num_sms())
-        return temporary(least, get_num_sms, self._package.set_num_sms)
+        return temporary(limit and min(limit, get()), get, self._package.set_num_sms)
 
     @cached_property
     def _package(self) -> DeepGemm:

@@ -35,7 +35,7 @@ class Fp8TritonRunner(GpuSlotsRunner):
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         gate_up_fp8, down_fp8 = self._products
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
-        first = first_product(dispatched, weights, self)
+        first = first_product(dispatched, weights, self.int8_profile, self.product_sms)
         inner_size, num_slots = weights.intermediate_size, dispatched.num_slots
         codes = first.codes.new_empty(num_slots, inner_size)
         scales = first.scales.new_empty(num_slots, inner_size // BLOCK)

@@ -11,7 +11,7 @@ from epcomm.quantization import quantizer_for
 from epcomm.records import RowsDispatchOutput
 from epcomm.runners.base import ExpertRunner, size_reasons
 from epcomm.spec import Availability
-from epcomm.types import Layout, WireFormat
+from epcomm.types import Int8Profile, Layout, WireFormat
 from epcomm.weights.quantized import QuantizedWeights
 from epcomm.weights.unquantized import ExpertTensors
 
@@ -25,6 +25,7 @@ class GpuSlotsRunner(ExpertRunner):
     """
 
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
+    has_limit: ClassVar[bool] = True
     capabilities: ClassVar[Capabilities]
     size_multiple: ClassVar[int]
     row_formats: ClassVar[tuple[WireFormat, ...]]
@@ -51,19 +52,18 @@ class GpuSlotsRunner(ExpertRunner):
             reasons.append(f"the experts need {weights.wire_format} rows, expected {read}")
         return reasons + triton_reasons(machine)
 
-    @classmethod
-    def limit_reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
-        return []
-
 
 def first_product(
-    dispatched: RowsDispatchOutput, weights: QuantizedWeights, runner: ExpertRunner
+    dispatched: RowsDispatchOutput,
+    weights: QuantizedWeights,
+    profile: Int8Profile,
+    num_sms: int | None = None,
 ) -> Product:
     """Return rows and gate_up matrices; unquantised rows are quantised here."""
     rows, index = dispatched.hidden_states, dispatched.index
     if not rows.format.dtype.is_quantized:
         quantize = quantizer_for(rows.data.device)
-        rows = quantize(rows.data, weights.wire_format, profile=runner.int8_profile)
+        rows = quantize(rows.data, weights.wire_format, profile=profile)
     assert rows.scales is not None, "quantised rows have scales"
     return Product(
         codes=rows.data,
@@ -73,7 +73,7 @@ def first_product(
         first_slot=index.first_slot,
         matrices=weights.gate_up_proj,
         matrix_scales=weights.gate_up_scale,
-        num_sms=runner.product_sms,
+        num_sms=num_sms,
     )
 
 

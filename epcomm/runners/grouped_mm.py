@@ -42,10 +42,13 @@ class GroupedMMRunner(ExpertRunner):
     @classmethod
     def limit_reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
         device = machine.device_of(weights.gate_up_proj)
-        # For others torch calls a product for each expert.
+        # Otherwise torch calls a product for each expert.
         if weights.dtype is torch.bfloat16 and machine.capability(device)[0] in (9, 10):
             return []
-        return ["torch limits SMs in bfloat16 on compute capability 9 and 10 alone"]
+        return [
+            "torch's products obey EPConfig.product_sms in bfloat16 on compute capability 9 and 10 "
+            f"alone, but these are {weights.dtype} on {device}"
+        ]
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, ExpertWeights), "supports() said so"
@@ -127,7 +130,8 @@ def multiply_groups(left: Tensor, right: Tensor, ends: Tensor, num_sms: int | No
     """Call torch's grouped matmul, on at most num_sms SMs of a GPU; None: no limit."""
     if num_sms is None:
         return grouped_mm(left, right, offs=ends)
-    free = max(0, num_sms_of(left.device) - num_sms)
+    # Its programs come in clusters of two SMs.
+    free = max(0, num_sms_of(left.device) - max(2, num_sms))
     get, change = torch._C._get_sm_carveout_experimental, torch._C._set_sm_carveout_experimental
     with temporary(free, get, change):
         return grouped_mm(left, right, offs=ends)

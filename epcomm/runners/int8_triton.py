@@ -40,7 +40,7 @@ class Int8TritonRunner(GpuSlotsRunner):
         from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8
 
         assert isinstance(weights, Int8ChannelWeights), "supports() said so"
-        first = first_product(dispatched, weights, self)
+        first = first_product(dispatched, weights, self.int8_profile, self.product_sms)
         inner_size, num_slots = weights.intermediate_size, dispatched.num_slots
         hidden = first.scales.new_empty(num_slots, inner_size)
         gate_up_int8(first, out=hidden)

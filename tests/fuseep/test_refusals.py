@@ -69,6 +69,7 @@ REFUSALS: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "bf16 rows": (ALL, {"dispatch_dtype": WireDtype.BF16}, "carries ['int8'], not bf16"),
     "no limit of tokens": (OPERATORS, {"max_tokens_per_rank": None}, "has static sizes; set max"),
     "runner": (ALL, {"runner": "ascend"}, "computes experts itself, without runner ascend"),
+    "limit": (ALL, {"product_sms": 7}, "without the limit of EPConfig.product_sms"),
     "profile of mode 2 in mode 1": (
         (MODE_1, REFERENCE),
         {"int8_profile": Int8Profile.DIVTRUNC16},

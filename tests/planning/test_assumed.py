@@ -8,12 +8,13 @@ from epcomm import (
     ConfigError,
     EPConfig,
     EPGroup,
+    EPPlan,
     ExpertWeights,
     Fp8BlockWeights,
     MoESpec,
     plan,
 )
-from epcomm.platforms.assumed import DEVICES
+from epcomm.platforms.assumed import DEVICES, AssumedMachine
 from epcomm.platforms.deep_ep import DeepEPKind
 
 SPEC = MoESpec(hidden_size=2048, num_experts=32, top_k=4)
@@ -67,6 +68,21 @@ def test_it_chooses_as_there(
     assert chosen.assumed[0].startswith(place)
     assert chosen.explain().startswith(f"assumed: {chosen.assumed[0]}\nassumed: ")
     assert plan(CONFIG, SPEC, world_size=2).assumed == ()
+
+
+def test_runners_that_exceed_product_sms_are_refused() -> None:
+    ampere = replace(DEVICES["h200"], capability=(8, 0))
+
+    def planned(machine: AssumedMachine, runner: str) -> EPPlan:
+        config = replace(CONFIG, product_sms=100, runner=runner)
+        return plan(config, SPEC, world_size=2, weights=experts(), machine=machine)
+
+    assert "\nproducts on at most 100 SMs of a GPU\n" in planned(DEVICES["h200"], "auto").explain()
+    assert planned(DEVICES["cpu"], "reference").runner == "reference"
+    with pytest.raises(BackendUnavailable, match=r"its products cannot obey EPConfig\.product_sms"):
+        planned(DEVICES["h200"], "reference")
+    with pytest.raises(BackendUnavailable, match=r"torch's products obey EPConfig\.product_sms in"):
+        planned(ampere, "grouped_mm")
 
 
 @pytest.mark.parametrize("variable", ["2", None])

@@ -148,6 +148,7 @@ OTHER_CONFIG = {
     "max_recv_slots": 40,
     "replicated": True,
     "num_sms": 16,
+    "product_sms": 100,
     "batches_in_flight": 3,
     "redundant_experts": 4,
     "timeout_s": 50.0,

@@ -6,6 +6,7 @@ Source: README, argument checks and scheduler of DeepGEMM.
 """
 
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -38,6 +39,8 @@ def install(
     """
     module = ModuleType("deep_gemm")
     module.__spec__ = ModuleSpec("deep_gemm", loader=None)
+    # The SMs of products, now and of each product.
+    vars(module).update(num_sms=132, of_products=[])
 
     def of_rows(lhs: Operand, rhs: Operand, out: Tensor, m_indices: Tensor) -> None:
         multiply_contiguous(lhs, rhs, out, m_indices, architecture, alignment)
@@ -53,15 +56,19 @@ def install(
         layout = grouped_layout
         if use_psum_layout:
             layout = expert_of_tile_rows(grouped_layout, rhs, lhs[0].shape[0], alignment)
+        module.of_products.append(module.num_sms)
         multiply_contiguous(lhs, rhs, out, layout, architecture, alignment)
 
     def masked(lhs: Operand, rhs: Operand, out: Tensor, masked_m: Tensor, expected_m: int) -> None:
+        module.of_products.append(module.num_sms)
         multiply_masked(lhs, rhs, out, masked_m, expected_m, architecture)
 
     functions = {
         "m_grouped_fp8_gemm_nt_contiguous": of_rows_or_ends if takes_ends else of_rows,
         "m_grouped_fp8_gemm_nt_masked": masked,
         "get_mk_alignment_for_contiguous_layout": lambda: alignment,
+        "get_num_sms": lambda: module.num_sms,
+        "set_num_sms": partial(setattr, module, "num_sms"),
     }
     for name, function in functions.items():
         setattr(module, name, function)

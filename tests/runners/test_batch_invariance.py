@@ -145,7 +145,7 @@ class InTiles(BatchInvariantRunner):
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         slots = pack(dispatched.hidden_states.data, dispatched.index)
-        return batch_invariant._run_tiles(slots, weights, dispatched.index)
+        return batch_invariant._run_tiles(slots, weights, dispatched.index, self.product_sms)
 
 
 # Rows of tiles of 32, 64 and 128 rows, one more and one less, and many tiles.

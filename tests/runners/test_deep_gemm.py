@@ -284,6 +284,16 @@ def spy(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[
     return calls
 
 
+@pytest.mark.parametrize("layout", Layout)
+def test_products_have_the_limit_of_sms(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, weights, runner = fake_deep_gemm.install(monkeypatch), make_weights(), DeepGemmRunner()
+    record = record_of(replace(PLAIN, layout=layout), make_index())
+    record = with_columns(record if layout is Layout.ROWS else as_masked(record, 256), weights)
+    for runner.product_sms in (None, 100, 200):
+        runner.run(record, weights)
+    assert (module.of_products, module.num_sms) == ([132, 132, 100, 100, 132, 132], 132)
+
+
 @pytest.mark.parametrize(("mean", "expected"), [(None, 256), (33, 33), (1000, 256)])
 def test_the_mean_of_rows_chooses_tiles(
     mean: int | None, expected: int, monkeypatch: pytest.MonkeyPatch

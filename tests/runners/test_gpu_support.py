@@ -1,6 +1,8 @@
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -209,3 +211,21 @@ def test_wgmma_launches_nothing_where_there_are_no_slots(
     launch(product, make(0))
     with pytest.raises(AssertionError, match="no slots"):
         launch(product, make(1))
+
+
+def test_wgmma_has_no_more_blocks_than_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = MagicMock(num_sms=132)
+    monkeypatch.setattr(fp8_hopper, "_kernels", lambda index: kernels)
+    monkeypatch.setattr(fp8_hopper, "_rows", lambda given: fp8_hopper._Rows(num_experts=2))
+    monkeypatch.setattr(fp8_hopper, "byte_matrix_map", lambda *_: None)
+    monkeypatch.setattr(fp8_hopper, "on_device", nullcontext)
+    monkeypatch.setattr(Tensor, "data_ptr", lambda tensor: 0)
+    for limit in (None, 1, 7, 132):
+        for product, options in (("gate_up", {}), ("down", {"is_early": True})):
+            operands = PRODUCTS[product][1](num_slots=128 * 200)
+            launch(product, {**operands, "num_sms": limit, **options})
+    gate_up, down = (each[0].launch.call_args_list for each in (kernels.gate_up, kernels.down))
+    assert [each.args[0] for each in gate_up] == [132, 1, 7, 132]
+    # A kernel that begins early would wait on the SMs that the limit leaves.
+    launched = [(each.args[0], each.kwargs["is_early"]) for each in down]
+    assert launched == [(132, True), (1, False), (7, False), (132, False)]

@@ -95,7 +95,8 @@ class LateGradient:
         if self._number == 1:
             return part
         wide = torch.promote_types(part.dtype, torch.float32)
-        self._sum = part.to(wide) if self._sum is None else self._sum + part
+        # In place, so that a second sum is never in memory.
+        self._sum = part.to(wide, copy=True) if self._sum is None else self._sum.add_(part)
         self._num_added += 1
         if self._num_added < self._number:
             return None

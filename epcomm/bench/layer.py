@@ -84,7 +84,7 @@ class Layer:
         in_graph: bool,
         others: Mapping[str, Callable[[], object]] | None = None,
     ) -> Timed:
-        """Return a function that times the layer, its parts and other calls. Collective: yes."""
+        """Return a function that times the layer, its parts and, if eager, others. Collective."""
         # What the parts have returned.
         left: dict[str, Any] = {}
 
@@ -97,8 +97,11 @@ class Layer:
         def combine() -> None:
             self.combine(left["results"], left["rows"])
 
-        parts = {"dispatch": dispatch, "products": products, "combine": combine, **(others or {})}
-        return time_parts({**parts, "layer": self.whole}, "layer", device, in_graph=in_graph)
+        parts = {"dispatch": dispatch, "products": products, "combine": combine}
+        others = {} if in_graph else others or {}
+        return time_parts(
+            {**parts, **others, "layer": self.whole}, "layer", device, in_graph=in_graph
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,26 +121,25 @@ class _Case:
     def measure(self, on_round: Callable[[], None]) -> None:
         """Check all layers, and time those that are right in turn. Collective: yes."""
         group, experts, expected = self.group, self.make_experts(), self.expected()
-        for tensor in (self.batch.x, self.batch.topk_weights):
-            tensor.requires_grad_(self.options.backward)
+        self.batch.x.requires_grad_(self.options.backward)
+        self.batch.topk_weights.requires_grad_(self.options.backward)
         ids = [each.topk_ids for each in self.batches]
         self.report.bounds.append(bound_layer(self.weights, experts, ids, group, self.report.rates))
         right = [each for each in self.open_layers(experts) if self._is_right(each, expected)]
         # Each layer that is right, eager or replayed from a graph.
         ways = [(layer, in_graph) for layer in right for in_graph in _ways_of(layer, group.device)]
         calls = {
-            str(number): layer.timed(
-                group.device, in_graph=in_graph, others={} if in_graph else self._steps(layer)
-            )
+            str(number): layer.timed(group.device, in_graph=in_graph, others=self._steps(layer))
             for number, (layer, in_graph) in enumerate(ways)
         }
         us = time_all(calls, group.device, self.options, on_round=on_round)
         for (layer, in_graph), spans in zip(ways, us.values(), strict=True):
             layer.check()
-            peaks = (
-                {} if in_graph else self._peak_bytes({"layer": layer.whole, **self._steps(layer)})
-            )
-            timing = replace(layer.timing, in_graph=in_graph, us=spans, peak_bytes=peaks)
+            timing = replace(layer.timing, in_graph=in_graph, us=spans)
+            if not in_graph and group.device.type == "cuda":
+                parts = {"layer": layer.whole, **self._steps(layer)}
+                peaks = {part: max(of_all_ranks(peak_bytes_of(parts[part]))) for part in parts}
+                timing = replace(timing, peak_bytes=peaks)
             self.report.results.append(timing)
         if self.options.trace:
             for layer in right:
@@ -159,12 +161,6 @@ class _Case:
 
         return {"step": step} if trained else {}
 
-    def _peak_bytes(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, int]:
-        """Return the memory of calls by name, on the worst rank. Collective: yes."""
-        if self.group.device.type != "cuda":
-            return {}
-        return {name: max(of_all_ranks(peak_bytes_of(call))) for name, call in calls.items()}
-
     def _is_right(self, layer: Layer, expected: Tensor) -> bool:
         """Return whether a layer is right on all ranks; report what is wrong. Collective: yes."""
         faults = faults_of_all(self.find_fault(layer, expected))
@@ -177,21 +173,18 @@ class _Case:
         """Measure and trace what a layer of epcomm exposes of its exchange. Collective: yes."""
         if layer.experts is None or layer.timing.overlap:
             return
-        number = max(self.options.chunks, default=_CHUNKS)
-        config = replace(layer.experts.config, chunks=number)
-        chunked = self._open(config, experts)
-        if not chunked or not self._is_right(chunked[0], expected):
-            return
-        shared = self._shared_expert()
+        shared, number = self._shared_expert(), max(self.options.chunks, default=_CHUNKS)
 
-        def overlapped() -> Tensor:
+        def overlapped(chunked: Layer) -> Tensor:
             kept: list[Tensor] = []
-            y = chunked[0].whole(meanwhile=lambda: kept.append(shared()))
+            y = chunked.whole(meanwhile=lambda: kept.append(shared()))
             return y + kept[0]
 
         calls: dict[str, Callable[[], object]] = {IN_TURN: lambda: layer.whole() + shared()}
-        if layer.experts.phases.prefill.is_asynchronous:
-            calls[OVERLAPPED] = overlapped
+        for chunked in self._open(replace(layer.experts.config, chunks=number), experts):
+            if not self._is_right(chunked, expected):
+                return
+            calls[OVERLAPPED] = partial(overlapped, chunked)
         others, device = {**calls, SHARED: shared}, self.group.device
         timed = layer.timed(device, in_graph=False, others=others)
         name = f"T = {layer.timing.tokens}, {layer.timing.mode} on {name_of(layer.timing)}"
@@ -211,12 +204,11 @@ class _Case:
             config = replace(config, runner=runner)
             exact = self._open(config, experts)
             opened += exact
-            if exact:
-                for number in self.options.chunks:
-                    if number > 1:
-                        opened += self._open(replace(config, chunks=number), experts)
-                if self.options.micro_batches is not None:
-                    opened += self._open(config, experts, self.options.micro_batches)
+            for number in self.options.chunks if exact else ():
+                if number > 1:
+                    opened += self._open(replace(config, chunks=number), experts)
+            if exact and self.options.micro_batches is not None:
+                opened += self._open(config, experts, self.options.micro_batches)
             if exact and mode is Mode.NORMAL and has_graphs(self.group.device):
                 # The host reads exact sizes, so a graph needs a budget.
                 budget = self._num_slots(exact[0].timing.runner)

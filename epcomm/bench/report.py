@@ -86,7 +86,8 @@ def times_table(report: Report) -> Table:
                 if has_steps:
                     cells.append(f"{each.us['step'].p50:.0f}" if "step" in each.us else "")
                 if has_peaks:
-                    cells.append(f"{max(each.peak_bytes.values()) / 1e6:.0f}")
+                    peak = max(each.peak_bytes.values(), default=None)
+                    cells.append("" if peak is None else f"{peak / 1e6:.0f}")
                 if each.sent_bytes is not None:
                     cells.append(f"{each.sent_bytes.total_bytes / 1e6:.2f}")
                 table.add_row(str(each.tokens), each.mode or "torch", name_of(each), *cells)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from epcomm.bench.exposure import Exposure, as_json
 from epcomm.bench.options import BenchOptions
+from epcomm.bench.plot import check_writable
 from epcomm.bench.timing import Percentiles
 from epcomm.cli.bench import ReportOptions, RunOptions, bench_on_rank
 from epcomm.config import Mode
@@ -111,6 +112,16 @@ def test_the_exposed_share_is_that_of_the_worked_example() -> None:
     )
 
 
-def test_a_trace_is_refused_without_layers() -> None:
-    with pytest.raises(ConfigError, match="--trace is given without --layer"):
-        RunOptions(trace=Path("trace.json")).read()
+@pytest.mark.parametrize(
+    "given", [{"trace": Path("trace.json")}, {"backward": True}, {"micro_batches": 2}], ids=str
+)
+def test_options_of_layers_are_refused_without_them(given: dict[str, Any]) -> None:
+    name = next(iter(given)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--{name} is given without --layer"):
+        RunOptions(**given).read()
+
+
+def test_a_trace_makes_no_folders(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        check_writable(tmp_path / "new" / "trace.json", command="epcomm bench")
+    assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ from epcomm.bench import layer
 from epcomm.bench.bounds import bound_layer
 from epcomm.bench.contenders.all_gather import AllGather
 from epcomm.bench.options import BenchOptions
+from epcomm.bench.report import times_table
 from epcomm.bench.run import run_bench
 from epcomm.cli.bench import ReportOptions, RunOptions, bench_on_rank
 from epcomm.config import Mode
@@ -36,17 +37,27 @@ RUNNERS = {"bf16": "grouped_mm", "fp8": "quantized_reference"}
 @pytest.mark.ranks(1, 2, 4)
 def test_layers_in_both_formats_are_timed_beside_an_all_gather(tmp_path: Path) -> None:
     options = replace(OPTIONS, modes=(Mode.NORMAL,), backends=("collective", "nvlink"))
-    report = run_bench(options, silent)
+    options = replace(options, chunks=(1, 2, 4), micro_batches=2, backward=True)
+    report = run_bench(replace(options, num_sms=8, product_sms=7), silent)
     assert report.wrong == []
-    assert [(each.weights, each.mode, each.backend, each.runner) for each in report.results] == [
-        (weights, mode, backend, RUNNERS[weights])
+    overlaps = ["", "2 chunks", "4 chunks", "2 micro-batches"]
+    # One rank begins no transfers.
+    overlaps = overlaps[: 1 if dist.get_world_size() == 1 else None]
+    assert [(each.weights, each.backend, each.runner, each.overlap) for each in report.results] == [
+        (weights, backend, RUNNERS[weights], overlap)
         for weights in ("bf16", "fp8")
-        for mode, backend in (("normal", "collective"), ("", "all_gather"))
+        for backend, overlap in (*(("collective", each) for each in overlaps), ("all_gather", ""))
     ]
     for each in report.results:
-        assert set(each.us) == SPANS
+        # FP8 experts have no gradients.
+        trains = each.mode and each.weights == "bf16"
+        assert set(each.us) == SPANS | ({"step"} if trains else set())
         assert all(0 < span.p50 <= span.p95 <= span.p99 for span in each.us.values())
-    assert [each.backend for each in report.absent] == ["nvlink"]
+    # Rows of graphs have no peak.
+    report.results[0] = replace(report.results[0], peak_bytes={"layer": 5 * 10**6, "step": 10**6})
+    assert sorted(filter(None, times_table(report).columns[-1].cells)) == ["5"]
+    absent = {each.backend for each in report.absent}
+    assert absent == ({"nvlink", "collective"} if len(overlaps) == 1 else {"nvlink"})
     assert ("link_gb_per_s" in report.rates) == (dist.get_world_size() > 1)
     assert [each.weights for each in report.bounds] == ["bf16", "fp8"]
     for bound in report.bounds:
@@ -143,7 +154,9 @@ def test_a_run_that_ends_early_keeps_what_it_has_measured(
 
 
 def test_options_change_the_sizes_of_a_shape() -> None:
-    read = RunOptions(shape="qwen3_30b", experts=16, layer=True, weights="fp8,bf16").read()
+    layers = {"layer": True, "weights": "fp8,bf16", "chunks": "1,2", "backward": True}
+    read = RunOptions(shape="qwen3_30b", experts=16, product_sms=7, **layers).read()
+    assert (read.chunks, read.backward, read.product_sms) == ((1, 2), True, 7)
     assert (read.hidden, read.intermediate, read.experts, read.top_k) == (2048, 768, 16, 8)
     assert read.weights == ("fp8", "bf16")
     pairs = RunOptions(shape="kimi_k2").read()

@@ -84,7 +84,7 @@ class Layer:
         in_graph: bool,
         others: Mapping[str, Callable[[], object]] | None = None,
     ) -> Timed:
-        """Return a function that times the layer, its parts and, if eager, others. Collective."""
+        """Return a function that times the layer, its parts and other calls. Collective: yes."""
         # What the parts have returned.
         left: dict[str, Any] = {}
 
@@ -97,11 +97,8 @@ class Layer:
         def combine() -> None:
             self.combine(left["results"], left["rows"])
 
-        parts = {"dispatch": dispatch, "products": products, "combine": combine}
-        others = {} if in_graph else others or {}
-        return time_parts(
-            {**parts, **others, "layer": self.whole}, "layer", device, in_graph=in_graph
-        )
+        parts = {"dispatch": dispatch, "products": products, "combine": combine, **(others or {})}
+        return time_parts({**parts, "layer": self.whole}, "layer", device, in_graph=in_graph)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,10 +125,10 @@ class _Case:
         right = [each for each in self.open_layers(experts) if self._is_right(each, expected)]
         # Each layer that is right, eager or replayed from a graph.
         ways = [(layer, in_graph) for layer in right for in_graph in _ways_of(layer, group.device)]
-        calls = {
-            str(number): layer.timed(group.device, in_graph=in_graph, others=self._steps(layer))
-            for number, (layer, in_graph) in enumerate(ways)
-        }
+        calls: dict[str, Timed] = {}
+        for number, (layer, in_graph) in enumerate(ways):
+            others = {} if in_graph else self._steps(layer)
+            calls[str(number)] = layer.timed(group.device, in_graph=in_graph, others=others)
         us = time_all(calls, group.device, self.options, on_round=on_round)
         for (layer, in_graph), spans in zip(ways, us.values(), strict=True):
             layer.check()

@@ -49,11 +49,9 @@ class BenchOptions:
     iterations, warm_up: timed and untimed calls of each contender at each T.
     seed: of tokens, routing and experts.   command: by which the run was started.
     trace: the file for the trace of whole layers; empty: they are not traced.
-    chunks: numbers of parts in which whole layers compute their tokens, besides one; a trace shows
-        the largest, or 4.
-    micro_batches: the number of batches into which whole layers divide their tokens, computed in
-        turn.
-    backward: whether whole layers are timed forward and backward too, where they train.
+    chunks: numbers of EPConfig.chunks of whole layers, besides none; a trace has the largest, or 4.
+    micro_batches: the number of batches of whole layers that run in turn, besides one.
+    backward: whole layers are timed forward and backward too, where they train.
     num_sms, product_sms: fields of EPConfig.
     """
 

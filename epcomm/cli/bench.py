@@ -73,19 +73,11 @@ class RunOptions:
         Path | None,
         typer.Option(help="Of --layer: write a trace for ui.perfetto.dev, print what is exposed."),
     ] = None
-    chunks: Annotated[
-        str, typer.Option(help="Of --layer: EPConfig.chunks, such as 2,4, besides no chunks.")
-    ] = ""
-    micro_batches: Annotated[
-        int | None, typer.Option(help="Of --layer: time so many batches in turn as well.")
-    ] = None
-    backward: Annotated[
-        bool, typer.Option("--backward", help="Of --layer: time forward and backward as well.")
-    ] = False
+    chunks: Annotated[str, typer.Option(help="Of --layer: EPConfig.chunks, such as 2,4.")] = ""
+    micro_batches: Annotated[int | None, typer.Option(help="Of --layer: run in turn.")] = None
+    backward: Annotated[bool, typer.Option("--backward", help="Of --layer: time steps.")] = False
     num_sms: Annotated[int | None, typer.Option(help="EPConfig.num_sms.")] = None
-    product_sms: Annotated[int | None, typer.Option(help="Of --layer: EPConfig.product_sms.")] = (
-        None
-    )
+    product_sms: Annotated[int | None, typer.Option(help="Of --layer: EPConfig's field.")] = None
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16"
     wire: Annotated[
         str | None,

@@ -202,8 +202,7 @@ class _Case:
             exact = self._open(config, experts)
             opened += exact
             for number in self.options.chunks if exact else ():
-                if number > 1:
-                    opened += self._open(replace(config, chunks=number), experts)
+                opened += self._open(replace(config, chunks=number), experts)
             if exact and self.options.micro_batches is not None:
                 opened += self._open(config, experts, self.options.micro_batches)
             if exact and mode is Mode.NORMAL and has_graphs(self.group.device):
@@ -230,7 +229,7 @@ class _Case:
         whole, overlap = partial(layer, self.batch.x, self.batch.topk), ""
         begins = dispatcher.is_asynchronous
         if config.chunks is not None:
-            overlap = f"{config.chunks} chunks"
+            overlap = f"chunks={config.chunks}"
         if micro_batches is not None:
             overlap = f"{micro_batches} micro-batches"
             whole = partial(self._in_turn, layer, micro_batches)

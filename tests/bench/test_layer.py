@@ -37,10 +37,10 @@ RUNNERS = {"bf16": "grouped_mm", "fp8": "quantized_reference"}
 @pytest.mark.ranks(1, 2, 4)
 def test_layers_in_both_formats_are_timed_beside_an_all_gather(tmp_path: Path) -> None:
     options = replace(OPTIONS, modes=(Mode.NORMAL,), backends=("collective", "nvlink"))
-    options = replace(options, chunks=(1, 2, 4), micro_batches=2, backward=True)
+    options = replace(options, chunks=(1, 4), micro_batches=2, backward=True)
     report = run_bench(replace(options, num_sms=8, product_sms=7), silent)
     assert report.wrong == []
-    overlaps = ["", "2 chunks", "4 chunks", "2 micro-batches"]
+    overlaps = ["", "chunks=1", "chunks=4", "2 micro-batches"]
     # One rank begins no transfers.
     overlaps = overlaps[: 1 if dist.get_world_size() == 1 else None]
     assert [(each.weights, each.backend, each.runner, each.overlap) for each in report.results] == [

@@ -134,15 +134,24 @@ class Handle:
         "exchange_plan",
         "needs_backward",
         "num_tokens",
+        "where",
     )
 
-    def __init__(self, *, owner: object, num_tokens: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        owner: object,
+        num_tokens: int,
+        dtype: torch.dtype | None = None,
+        where: str = "unknown rank",
+    ) -> None:
         """Make the handle of a dispatch of `owner` whose rows have not been received.
 
         num_tokens: T as the caller passed it; the exchange plan of a failed batch has 0.
         dtype: the dtype of the caller's hidden states and of y; None: the dtype on the wire.
+        where: this rank for messages, such as `rank 3 of 8`.
         """
-        self._owner = owner
+        self._owner, self.where = owner, where
         self._spent: str | None = None
         self.exchange_plan: ExchangePlan
         self.num_tokens, self.dtype = num_tokens, dtype

@@ -205,6 +205,8 @@ def _read_counts(
     sent: to each rank.   device_slots: [W, L], the slots of `headers` on the device.
     """
     codes, flags = ([words[place] for words in headers] for place in (FAULT, FLAGS))
+    if any(codes):
+        calls.check_others()
     check_headers(codes, flags, call, spec.num_local_experts * calls.world_size, calls.names)
     num_slots = device_slots.shape[1]
     slots_from_rank = [words[HEADER_WORDS : HEADER_WORDS + num_slots] for words in headers]

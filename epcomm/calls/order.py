@@ -299,6 +299,7 @@ class Calls:
         self.compare(headers, received, error)
         codes = [words[FAULT] for words in headers]
         if any(codes):
+            self.check_others()
             function = _FUNCTIONS.get(kind) or phase or kind.text
             raise_faults(codes, self.names, error, function=function)
         found = [words[FLAGS] for words in headers]
@@ -497,12 +498,21 @@ class Calls:
         if error is not None:
             error.was_passed_on |= was_passed_on
             raise error
+        self.check_others()
         problem = HandleError(self._describe(calls))
         fewest = min(calls, key=calls.count)
         rank = self.names.numbers[calls.index(fewest)]
         problem.fault_word = pack_fault(FaultCode.CALLS, rank)
         problem.was_passed_on = was_passed_on
         raise problem
+
+    def check_others(self) -> None:
+        """Raise EPTimeout if others have given up: the group is then unusable. Local.
+
+        Called before an error that all ranks raise, which would leave the group usable.
+        """
+        if self.collectives.bounded is not None:
+            self.collectives.bounded.check_others()
 
     def _describe(self, calls: Sequence[tuple[int, ...]]) -> str:
         ranks_of = grouped((call, rank) for rank, call in enumerate(calls))

@@ -101,6 +101,7 @@ class BoundedWait:
         self._world_size = world_size
         self._num_exchanges = 0
         self._num_calls: Counter[str] = Counter()
+        self._phase = ""
         self._failure: EPError | None = None
 
     def check(self) -> None:
@@ -126,6 +127,17 @@ class BoundedWait:
             reason=str(error),
         )
         self._failure_board.post(json.dumps(asdict(report)))
+
+    def check_others(self) -> None:
+        """Raise if another rank has given up, although the last exchange of this rank has ended.
+
+        A rank that comes late may find messages of ranks that no longer wait for it. Local; reads
+        the failure board.
+
+        Raises:
+            EPTimeout: see run().
+        """
+        self.finish(lambda _seconds: True, self._phase, time.monotonic(), has_waited=True)
 
     def run(self, start: Callable[[], Step], phase: str) -> None:
         """Start an exchange and wait for its end.
@@ -159,6 +171,7 @@ class BoundedWait:
             self._failure_board.read()
         self._num_exchanges += 1
         self._num_calls[phase] += 1
+        self._phase = phase
         return time.monotonic()
 
     def finish(self, step: Step, phase: str, start_s: float, *, has_waited: bool = False) -> None:

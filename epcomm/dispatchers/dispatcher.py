@@ -267,7 +267,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
             dtype, hidden_states = hidden_states.dtype, hidden_states.to(dtype)
         if topk.topk_weights.dtype is not self._weights_dtype:
             topk = replace(topk, topk_weights=topk.topk_weights.to(self._weights_dtype))
-        handle = Handle(owner=self, num_tokens=num_tokens, dtype=dtype)
+        handle = Handle(owner=self, num_tokens=num_tokens, dtype=dtype, where=self._where)
         return self._make_call(hidden_states, topk, experts_need_grad, error), handle
 
     def _nothing(self) -> tuple[Tensor, TopKOutput]:

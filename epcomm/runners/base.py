@@ -258,8 +258,8 @@ class ExpertRunner(ABC):
         if torch.is_grad_enabled() and (rows.data.requires_grad or weights.requires_grad):
             what = "rows" if rows.data.requires_grad else "experts"
             raise ConfigError(
-                f"{self.name}: {what} need gradients, which its kernels do not have; use "
-                "torch.no_grad()"
+                f"{self.name}: {what} need gradients, which its kernels do not have "
+                f"({dispatched.handle.where}); use torch.no_grad()"
             )
 
     @abstractmethod

@@ -44,7 +44,7 @@ from epcomm.sharding.shards import (
     is_expert_tensor,
     piece_of,
 )
-from epcomm.sharding.state import chunks_of, part_at, write_items
+from epcomm.sharding.state import checked_part, chunks_of, part_at, write_items
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -182,9 +182,9 @@ class ExpertTensor(ShareTensor, DTensor):
         return chunks_of(self)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        if self.shard is None:
-            return super().__get_tensor_shard__(index)  # type: ignore[misc]
-        return part_at(self, index)
+        is_placed = self.shard is not None
+        part = part_at(self, index) if is_placed else super().__get_tensor_shard__(index)  # type: ignore[misc]
+        return checked_part(part, self, index)
 
     def to_local(self, *, grad_placements: object = None) -> Tensor:
         """Return this rank's piece; gradients are an ExpertTensor."""

@@ -8,6 +8,7 @@ next step.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -113,6 +114,45 @@ def chunks_of(tensor: ShareTensor) -> list[ChunkStorageMetadata]:
         )
         for expert in logical_experts(tensor.held)
     ]
+
+
+class CodesOfCheckpoint(Tensor):
+    """The codes that a checkpoint writes or reads for a parameter; see checked_part()."""
+
+    what: str
+    position: str
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls,
+        func: Callable[..., object],
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        own = args[0] if args and isinstance(args[0], cls) else None
+        if own is not None and func is Tensor.copy_:
+            _check_codes(args[1], own, own.what, own.position)
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        if own is not None and isinstance(made, cls):
+            made.what, made.position = own.what, own.position
+        return made
+
+    def __reduce_ex__(self, protocol: object) -> object:  # type: ignore[override]
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[arg-type]
+
+
+def checked_part(part: Tensor, tensor: ShareTensor, index: MetadataIndex) -> Tensor:
+    """Return a part of a parameter, in the same memory, for torch.distributed.checkpoint. Local.
+
+    The checkpoint reads into it by copy_(), which would convert the numbers of another dtype, so a
+    part of one-byte elements refuses them.
+    """
+    if part.itemsize > 1:
+        return part
+    codes = part.as_subclass(CodesOfCheckpoint)
+    codes.what, codes.position = f"checkpoint: {index.fqn}", tensor.position
+    return codes
 
 
 def part_at(tensor: ShareTensor, index: MetadataIndex) -> Tensor:

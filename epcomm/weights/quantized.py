@@ -49,6 +49,7 @@ class QuantizedWeights(ExpertTensors):
     least 1.
     hidden_dtype: of the hidden states that the experts take and return.
     has_scale_dtypes: from_unquantized() makes scales of several dtypes.
+    per_item: elements of a row in one item of a matrix.
     """
 
     gate_up_proj: Tensor
@@ -58,6 +59,7 @@ class QuantizedWeights(ExpertTensors):
     hidden_dtype: torch.dtype = torch.bfloat16
     format: ExpertFormat = _PLAIN
     has_scale_dtypes: ClassVar[bool] = False
+    per_item: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
@@ -71,7 +73,7 @@ class QuantizedWeights(ExpertTensors):
                 "float32, in which quantised experts compute; cast the experts first"
             )
         wire = self.wire_format
-        code_dtype = torch.uint8 if wire.dtype.per_item > 1 else wire.dtype.torch_dtype
+        code_dtype = torch.uint8 if self.per_item > 1 else wire.dtype.torch_dtype
         scale_dtype = wire.scale_dtype
         shapes = self._expected_shapes()
         for name, tensor in self.tensors().items():
@@ -99,7 +101,7 @@ class QuantizedWeights(ExpertTensors):
 
     @cached_property
     def intermediate_size(self) -> int:
-        return self.down_proj.shape[2] * self.wire_format.dtype.per_item
+        return self.down_proj.shape[2] * self.per_item
 
     def _expected_shapes(self) -> dict[str, list[int]]:
         if self.gate_up_proj.dim() != 3 or self.down_proj.dim() != 3:
@@ -108,7 +110,7 @@ class QuantizedWeights(ExpertTensors):
                 f"down_proj {list(self.down_proj.shape)}, expected [E, 2I, H] and [E, H, I]"
             )
         experts, hidden, inner = self.num_experts, self.hidden_size, self.intermediate_size
-        per_item = self.wire_format.dtype.per_item
+        per_item = self.per_item
         if hidden < 1 or inner < 1 or hidden % per_item:
             raise ShapeError(
                 f"{type(self).__name__}: down_proj is {list(self.down_proj.shape)}, expected "
@@ -135,6 +137,7 @@ class QuantizedWeights(ExpertTensors):
         Raises:
             ConfigError: biases, another format than swiglu with [E, out, in] matrices, or scales
                 that these experts do not have.
+            ShapeError: in four bits, a matrix with rows of an odd number of elements.
         """
         has_bias = weights.gate_up_bias is not None or weights.down_bias is not None
         if has_bias or weights.format != _PLAIN:
@@ -149,6 +152,13 @@ class QuantizedWeights(ExpertTensors):
                 f"{cls.__name__}.from_unquantized: scales is {chosen.value}, which only "
                 "Fp8BlockWeights have; leave it out"
             )
+        for name in ("gate_up_proj", "down_proj"):
+            shape = list(weights.tensors()[name].shape)
+            if shape[-1] % cls.per_item:
+                raise ShapeError(
+                    f"{cls.__name__}.from_unquantized: {name} is {shape}, expected rows of a "
+                    f"multiple of {cls.per_item} elements; leave such experts unquantised"
+                )
         gate_up, gate_up_scale = cls._quantize(weights.gate_up_proj.detach(), chosen)
         down, down_scale = cls._quantize(weights.down_proj.detach(), chosen)
         # Elementwise results have the strides of their input.
@@ -272,8 +282,8 @@ class BlockFormatWeights(QuantizedWeights):
         wire = quantize(matrices.float(), cls.block_format)
         assert wire.scales is not None, "quantised formats have scales"
         # torch neither indexes nor compares 4-bit floats.
-        is_packed = cls.block_format.dtype.per_item > 1
-        return wire.data.view(torch.uint8) if is_packed else wire.data, wire.scales
+        codes = wire.data.view(torch.uint8) if cls.per_item > 1 else wire.data
+        return codes, wire.scales
 
     @classmethod
     def _dequantize(cls, codes: Tensor, scales: Tensor) -> Tensor:
@@ -292,6 +302,7 @@ class Mxfp4Weights(BlockFormatWeights):
     """The experts in mxfp4: E2M1 in uint8, one float8_e8m0fnu scale for 32 elements of a row."""
 
     block_format: ClassVar[WireFormat] = WireFormat(dtype=WireDtype.MXFP4)
+    per_item: ClassVar[int] = 2
 
 
 class Nvfp4Weights(BlockFormatWeights):
@@ -302,6 +313,7 @@ class Nvfp4Weights(BlockFormatWeights):
     """
 
     block_format: ClassVar[WireFormat] = WireFormat(dtype=WireDtype.NVFP4)
+    per_item: ClassVar[int] = 2
 
 
 # By the names that commands give them.

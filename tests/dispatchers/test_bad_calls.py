@@ -496,6 +496,34 @@ def test_rank_that_calls_alone_hears_of_its_fault_and_not_only_of_the_silence() 
 
 
 @pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("name", ["collective", "shared_memory"])
+@pytest.mark.parametrize("call", ["backward", "bad dispatch", "bad combine"])
+def test_late_rank_does_not_read_that_a_group_is_usable_on_which_others_gave_up(
+    call: str, name: str
+) -> None:
+    process_group = dist.new_group()
+    assert isinstance(process_group, dist.ProcessGroup)
+    with playing(KINDS[name], process_group) as play:
+        y = play.whole_call()
+        results = identity(play.begin())
+        assert play.group.collectives.bounded is not None
+        play.group.collectives.bounded.timeout_s = 0.3
+        calls = {
+            "backward": lambda: y.sum().backward(),
+            "bad dispatch": lambda: play.dispatcher.dispatch(play.x[:, 1:], play.topk),
+            "bad combine": lambda: play.dispatcher.combine(play.spent),
+        }
+        if not play.is_faulty:
+            error = error_of(calls[call])
+            assert isinstance(error, EPTimeout) or isinstance(error.__cause__, EPTimeout)
+        dist.barrier()
+        if play.is_faulty:
+            message = "this rank came too late: rank 0 had given up on rank 1.*make an EPGroup"
+            with pytest.raises(EPTimeout, match=message):
+                play.dispatcher.combine(results) if "combine" in call else play.begin()
+
+
+@pytest.mark.ranks(NUM_RANKS)
 def test_expert_tensors_that_only_one_rank_names_are_reported_by_all() -> None:
     with playing(KINDS["collective"]) as play:
         named = {"first": True, "second": True} if play.group.rank == 0 else False

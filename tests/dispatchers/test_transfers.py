@@ -252,7 +252,7 @@ def test_a_call_that_is_never_waited_for_is_reported(
         if next_call == "close" and group.rank not in droppers:
             return
         told = (
-            f"{kind} of dispatcher 1 .normal.: the call was begun and never waited for"
+            f"{kind} of dispatcher 1 .normal.: the call was begun and never waited for .rank"
             if group.rank in droppers
             else f"{next_call.split()[-1]}: a call that was begun and never waited for on rank 0"
         )

@@ -12,7 +12,7 @@ Record = RowsDispatchOutput | MaskedDispatchOutput
 
 
 def handle(*, needs_backward: bool = False) -> Handle:
-    made = Handle(owner=None, num_tokens=9)
+    made = Handle(owner=None, num_tokens=9, where="rank 1 of 2")
     made.needs_backward = needs_backward
     return made
 

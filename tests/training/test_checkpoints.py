@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -15,13 +16,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from epcomm import EPGroup, ShapeError
+from epcomm import EPConfig, EPGroup, ShapeError
 from epcomm.sharding.expert_tensor import ExpertTensor
 from epcomm.sharding.shards import sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
-from epcomm.weights.quantized import QUANTIZED_KINDS, QuantizedWeights
+from epcomm.weights.quantized import QUANTIZED_KINDS, Mxfp8Weights, QuantizedWeights
 from tests.cases.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, expert_weights, tokens
 from tests.cases.shared_folder import shared_folder
 from tests.sharding.test_expert_tensor import OPTIMIZERS, backward
@@ -204,6 +205,22 @@ def test_quantised_experts_go_to_another_number_of_ranks(
     for state in states:
         for name, tensor in weights.tensors().items():
             assert torch.equal(state[f"experts.{name}"].view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_bytes_of_a_checkpoint_are_not_loaded_as_numbers(is_placed: bool, group: EPGroup) -> None:
+    weights = Mxfp8Weights.from_unquantized(expert_weights())
+    model = OverRanks(group, weights, EPConfig(redundant_experts=2) if is_placed else None)
+    name, state = "experts.down_scale", model.state_dict()
+    as_bytes = {name: state[name].view(torch.uint8)}
+    with shared_folder() as folder:
+        save(as_bytes, checkpoint_id=folder)
+        message = f"{name} is torch.uint8, expected torch.float8_e8m0fnu .rank . of 2."
+        with pytest.raises(CheckpointException, match=message):
+            load({name: state[name]}, checkpoint_id=folder)
+        load(as_bytes, checkpoint_id=folder)
+    assert torch.equal(gather_state_dict(model, group)[name], weights.down_scale)
 
 
 @pytest.mark.mpi_ranks(2)

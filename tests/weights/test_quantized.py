@@ -12,6 +12,7 @@ from epcomm import (
     ExpertWeights,
     Fp8BlockWeights,
     Int8ChannelWeights,
+    Mxfp4Weights,
     Mxfp8Weights,
     Nvfp4Weights,
     ScaleDtype,
@@ -128,6 +129,25 @@ def test_experts_of_another_format_are_not_quantised(
 ) -> None:
     with pytest.raises(ConfigError, match="leave such experts unquantised"):
         kind.from_unquantized(other)
+
+
+@pytest.mark.parametrize("kind", [Mxfp4Weights, Nvfp4Weights])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((32, 33), r"gate_up_proj is \[2, 64, 33\], expected rows of a multiple of 2 elements"),
+        ((33, 32), r"down_proj is \[2, 32, 33\], expected rows of a multiple of 2 elements"),
+    ],
+)
+def test_odd_matrix_of_four_bits_is_named(
+    kind: type[QuantizedWeights], sizes: tuple[int, int], message: str
+) -> None:
+    inner, hidden = sizes
+    odd = ExpertWeights(
+        gate_up_proj=torch.ones(2, 2 * inner, hidden), down_proj=torch.ones(2, hidden, inner)
+    )
+    with pytest.raises(ShapeError, match=f"{kind.__name__}.from_unquantized: {message}"):
+        kind.from_unquantized(odd)
 
 
 @every_kind

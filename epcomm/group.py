@@ -205,11 +205,7 @@ class EPGroup:
         return {name: sum(sent, BufferTraffic()) for name, sent in of_backend.items()}
 
     def _open(
-        self,
-        name: str,
-        spec: BufferSpec,
-        class_of: Callable[[str], type[BackendT]],
-        function: str,
+        self, name: str, spec: BufferSpec, class_of: Callable[[str], type[BackendT]], function: str
     ) -> BackendT:
         if self.is_closed:
             raise HandleError(f"{function}: the EPGroup is closed ({self.where}); make a new one")

@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epcomm.blocks import (
-    BlockLayout,
-    RouterInput,
-    chosen_by_router,
-    correction_bias_of,
-    find_part,
-)
+from epcomm.blocks import BlockLayout, RouterInput, chosen_by_router, correction_bias_of, find_part
 from epcomm.config import EPConfig, Router
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.experts import ExpertParallelExperts
@@ -265,11 +259,7 @@ class ExpertParallelMoE(nn.Module):
         return (y, topk.topk_weights.to(logits.dtype)) if layout.returns_scores else y
 
     def _prepare(
-        self,
-        x: Tensor,
-        input_ids: Tensor | None,
-        decode: bool | None,
-        topk_ids: Tensor | None,
+        self, x: Tensor, input_ids: Tensor | None, decode: bool | None, topk_ids: Tensor | None
     ) -> tuple[Tensor, Tensor, TopKOutput]:
         """Return logits [T, E], the tokens that the experts get, [T, H'], and their routing."""
         # A call that backward repeats was counted before. torch 2.11 cannot compile this line, and

@@ -97,11 +97,7 @@ def overwritten_error(backend: str, batch: int, num_batches: int, where: str) ->
 
 
 def raise_faults(
-    words: Sequence[int],
-    names: RankNames,
-    own_error: EPError | None,
-    *,
-    function: str = "dispatch",
+    words: Sequence[int], names: RankNames, own_error: EPError | None, *, function: str = "dispatch"
 ) -> None:
     """Raise on this rank if any rank reported a fault.
 

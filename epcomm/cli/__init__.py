@@ -29,8 +29,7 @@ def _print_version(is_wanted: bool) -> None:
 def _epcomm(
     context: typer.Context,
     wants_version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
     ] = False,
 ) -> None:
     """Expert-parallel communication: plan a layer, inspect a machine, time backends, read loads.

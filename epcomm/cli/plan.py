@@ -52,8 +52,7 @@ class LayerOptions:
         typer.Option(help=f"{', '.join(QUANTIZED_KINDS)}, or unquantised: what --dtype is."),
     ] = None
     model: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="The config.json of a model."),
+        Path | None, typer.Option(exists=True, dir_okay=False, help="The config.json of a model.")
     ] = None
 
     def sizes(self) -> dict[str, Any]:
@@ -71,8 +70,7 @@ class RankOptions:
         typer.Option(min=1, help="Hosts of the ranks, the same number of ranks on each."),
     ] = None
     device: Annotated[
-        str | None,
-        typer.Option(help=f"Plan for ranks that are not here: {', '.join(DEVICES)}."),
+        str | None, typer.Option(help=f"Plan for ranks that are not here: {', '.join(DEVICES)}.")
     ] = None
 
     def assumed(self, config: EPConfig) -> AssumedMachine | None:

@@ -170,11 +170,7 @@ def aligned_counts(counts: Tensor, expert_alignment: int) -> Tensor:
 
 
 def build_slot_index(
-    local_ids: Tensor,
-    counts: Tensor,
-    size: Sequence[int] | int,
-    *,
-    expert_alignment: int = 1,
+    local_ids: Tensor, counts: Tensor, size: Sequence[int] | int, *, expert_alignment: int = 1
 ) -> SlotIndex:
     """Sort (row, k) pairs by expert.
 
@@ -292,12 +288,7 @@ def index_slots(
     ops = row_ops_for(ids)
     if ops is not None:
         return ops.index_slots(
-            ids,
-            weights,
-            counts,
-            size,
-            first_expert=first_expert,
-            expert_alignment=expert_alignment,
+            ids, weights, counts, size, first_expert=first_expert, expert_alignment=expert_alignment
         )
     local_ids = localize(ids, first_expert, counts.shape[0])
     index = build_slot_index(local_ids, counts, size, expert_alignment=expert_alignment)
@@ -400,12 +391,7 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
         sums = _sum_bfloat16(whole, flat, offsets, weights)
     else:
         sums = F.embedding_bag(
-            flat,
-            whole,
-            offsets,
-            mode="sum",
-            per_sample_weights=weights,
-            include_last_offset=True,
+            flat, whole, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
         )
     return sums[:num_targets, :hidden_size].to(dtype).contiguous()
 

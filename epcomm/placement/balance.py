@@ -223,10 +223,7 @@ def _pack(
 ) -> list[list[int]]:
     """Pack items into bins of equal number, and exchange items while that lowers the highest."""
     bins = _Bins(
-        loads=loads,
-        owners=owners,
-        items=[[] for _ in range(num_bins)],
-        size=len(loads) // num_bins,
+        loads=loads, owners=owners, items=[[] for _ in range(num_bins)], size=len(loads) // num_bins
     )
     totals = bins.totals()
     for item in np.lexsort((np.arange(len(loads)), -loads)).tolist():

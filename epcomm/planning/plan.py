@@ -187,10 +187,7 @@ def _by_reason(rejected: Sequence[Rejection]) -> str:
 
 
 def _with_runner(
-    chosen: EPPlan,
-    config: EPConfig,
-    verdicts: Mapping[str, Availability],
-    weights: ExpertTensors,
+    chosen: EPPlan, config: EPConfig, verdicts: Mapping[str, Availability], weights: ExpertTensors
 ) -> EPPlan:
     """Add the runner asked for, or the first that computes these experts in every phase."""
     complete = {

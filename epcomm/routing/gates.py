@@ -96,11 +96,7 @@ class Gate:
         return type(self)(self.routing, self.num_experts, self.calls)
 
     def observe(
-        self,
-        logits: Tensor,
-        live: TopKOutput,
-        bias: Tensor | None,
-        topk_ids: Tensor | None = None,
+        self, logits: Tensor, live: TopKOutput, bias: Tensor | None, topk_ids: Tensor | None = None
     ) -> TopKOutput:
         """Call the observers, and return the choice for the experts.
 

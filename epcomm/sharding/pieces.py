@@ -259,9 +259,7 @@ def _wrapped(func: OpOverload, piece: Tensor, expert: ShareTensor | None) -> Ten
 
 
 def _reduced(
-    results: Sequence[Tensor],
-    experts: Places,
-    reduce: Callable[[Tensor], Tensor],
+    results: Sequence[Tensor], experts: Places, reduce: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
     """Reduce one number of each local piece over the ranks, with one message for all numbers."""
     by_mesh = grouped(

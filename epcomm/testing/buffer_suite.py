@@ -45,15 +45,7 @@ from epcomm.testing.slot_oracle import (
     rows_of_slots,
     slot_positions,
 )
-from epcomm.types import (
-    Layout,
-    RowsPer,
-    ScaleLayout,
-    WireFormat,
-    WireTensor,
-    align_up,
-    sum_dtype,
-)
+from epcomm.types import Layout, RowsPer, ScaleLayout, WireFormat, WireTensor, align_up, sum_dtype
 
 # The row scalar for experts of other ranks, which is added to that of the expert's own rank.
 _OTHER_SCALAR = 0.5
@@ -80,9 +72,7 @@ class SuiteEnv:
     def adapted(self, spec: BatchSpec) -> BatchSpec:
         """Return `spec` with a hidden size and dtype that the backend supports."""
         return replace(
-            spec,
-            hidden_size=self.hidden_size or spec.hidden_size,
-            dtype=self.dtype or spec.dtype,
+            spec, hidden_size=self.hidden_size or spec.hidden_size, dtype=self.dtype or spec.dtype
         )
 
     def made_batches(self, spec: BatchSpec, number: int, num_sources: int) -> list[RankBatch]:

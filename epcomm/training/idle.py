@@ -15,10 +15,7 @@ from epcomm.routing.gates import named_gates, unobserved
 
 
 def idle_step(
-    model: nn.Module,
-    *,
-    backward: bool | None = None,
-    run_token: Callable[[], object] | None = None,
+    model: nn.Module, *, backward: bool | None = None, run_token: Callable[[], object] | None = None
 ) -> None:
     """Take part in a step of the other ranks, on a rank that has no data.
 

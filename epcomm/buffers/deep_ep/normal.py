@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Dispatched
-from epcomm.buffers.deep_ep.rows import (
-    Rows,
-    as_argument,
-    as_wire,
-    row_bytes_of,
-    weights_argument,
-)
+from epcomm.buffers.deep_ep.rows import Rows, as_argument, as_wire, row_bytes_of, weights_argument
 from epcomm.buffers.row_layout import wire_tensor_of
 from epcomm.buffers.sizes import (
     CallShape,
@@ -48,12 +42,7 @@ from epcomm.ops.slots import (
     spread_to_slots,
 )
 from epcomm.platforms.deep_ep import DeepEPKind
-from epcomm.platforms.deep_ep_package import (
-    WIRE_DTYPES,
-    device_types,
-    load_deep_ep,
-    probe_deep_ep,
-)
+from epcomm.platforms.deep_ep_package import WIRE_DTYPES, device_types, load_deep_ep, probe_deep_ep
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, SlotIndex

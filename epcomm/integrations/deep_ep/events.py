@@ -31,9 +31,7 @@ class EventOverlap:
     """An event, and the tensors to keep alive until then; `with event:` waits at the end."""
 
     def __init__(
-        self,
-        event: EventHandle | None = None,
-        extra_tensors: tuple[Tensor, ...] | None = None,
+        self, event: EventHandle | None = None, extra_tensors: tuple[Tensor, ...] | None = None
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors

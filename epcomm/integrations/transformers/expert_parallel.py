@@ -81,10 +81,7 @@ def register_expert_parallel(
                 "load the model whole, or on meta, and replace each block by "
                 "ExpertParallelMoE.from_transformers(block, group, config)"
             )
-    from transformers.distributed.expert_parallel import (
-        EPImplementation,
-        EPImplementationInterface,
-    )
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
     registration = ExpertParallelRegistration(config)
 

@@ -98,10 +98,7 @@ class BlockProbe:
         with on_cpu():
             try:
                 layer = ExpertParallelMoE(
-                    routing=routing,
-                    experts=experts,
-                    parts=parts_of(self._block),
-                    layout=layout,
+                    routing=routing, experts=experts, parts=parts_of(self._block), layout=layout
                 )
                 for is_training in (True, False):
                     # Biases have both signs: some models give dropped groups a score of 0, which is

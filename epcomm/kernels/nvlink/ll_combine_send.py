@@ -179,10 +179,7 @@ def _slot_of_row(
 
 @triton.jit
 def _slots_of(
-    sent: _Sent,
-    item: tl.tensor,
-    num_items: tl.tensor,
-    c: constexprs.Layout,
+    sent: _Sent, item: tl.tensor, num_items: tl.tensor, c: constexprs.Layout
 ) -> tl.tensor:
     """Load the slots of token item // W of source item % W, -1 for none and after num_items."""
     k = tl.arange(0, c.K_LANES)
@@ -473,13 +470,7 @@ def _send_combine_kernel(
             signal_at = c.ARRIVED_SUMS_AT + (rank * c.NUM_CHUNKS + chunk) * 4
             # Sources that poll lines await no signal.
             publish_as_last(
-                peers,
-                SUM_ARRIVALS + chunk,
-                num_arriving,
-                signal_at,
-                epoch,
-                bulk_tokens > begin,
-                c,
+                peers, SUM_ARRIVALS + chunk, num_arriving, signal_at, epoch, bulk_tokens > begin, c
             )
     # The host of this rank reads this counter.
     tl.atomic_add(peers.counters + 3, tl.cast(num_sent, tl.int64), sem="relaxed")

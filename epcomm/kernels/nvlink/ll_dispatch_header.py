@@ -119,11 +119,7 @@ def send_header(
 
 @triton.jit
 def count_positions(
-    ids_ptr: tl.tensor,
-    ids: tl.tensor,
-    token: tl.tensor,
-    c: constexprs.Layout,
-    CHUNK: tl.constexpr,
+    ids_ptr: tl.tensor, ids: tl.tensor, token: tl.tensor, c: constexprs.Layout, CHUNK: tl.constexpr
 ) -> tl.tensor:
     """Count the entries before (token, k) with the same expert, [K_LANES].
 
@@ -247,11 +243,7 @@ def load_scales(
 
 @triton.jit
 def note_parts(
-    peers: Peers,
-    is_sent_ptr: tl.tensor,
-    token: tl.tensor,
-    ids: tl.tensor,
-    c: constexprs.Layout,
+    peers: Peers, is_sent_ptr: tl.tensor, token: tl.tensor, ids: tl.tensor, c: constexprs.Layout
 ) -> None:
     """Keep for combine which rows return to a token, [PARTS], see LowLatencyLayout.
 

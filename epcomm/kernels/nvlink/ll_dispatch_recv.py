@@ -50,12 +50,7 @@ from epcomm.kernels.nvlink.common.lines import (
     next_epoch,
     word_of,
 )
-from epcomm.kernels.nvlink.common.signals import (
-    await_at,
-    await_signals,
-    int32_at,
-    living_ranks,
-)
+from epcomm.kernels.nvlink.common.signals import await_at, await_signals, int32_at, living_ranks
 from epcomm.kernels.nvlink.common.status import (
     FAULT_OVERFLOW,
     FLAGS_SHIFT,
@@ -63,11 +58,7 @@ from epcomm.kernels.nvlink.common.status import (
     codes_of_one_mode,
     note_faults,
 )
-from epcomm.kernels.nvlink.lines.dispatch_unpack import (
-    UNPACKED_TOKENS,
-    num_unpackers,
-    unpack_rows,
-)
+from epcomm.kernels.nvlink.lines.dispatch_unpack import UNPACKED_TOKENS, num_unpackers, unpack_rows
 from epcomm.kernels.nvlink.ll_dispatch_header import dispatch_epoch
 from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
 from epcomm.kernels.prepared import CHANGES
@@ -259,9 +250,7 @@ def _clear_unused(
         is_in = (slot[:, None] >= starts[None, :]) & (slot[:, None] < (starts + counts)[None, :])
         is_used = tl.max(is_in.to(tl.int32), axis=1) > 0
         tl.store(
-            row_of_slot_ptr + slot,
-            tl.zeros_like(slot) - 1,
-            mask=(is_used == 0) & (slot < index.C),
+            row_of_slot_ptr + slot, tl.zeros_like(slot) - 1, mask=(is_used == 0) & (slot < index.C)
         )
 
 

@@ -121,12 +121,7 @@ def _groups_kept(
 
 
 @triton.jit
-def _select(
-    keys: tl.tensor,
-    codes: tl.tensor,
-    TOKENS: tl.constexpr,
-    K: tl.constexpr,
-) -> tl.tensor:
+def _select(keys: tl.tensor, codes: tl.tensor, TOKENS: tl.constexpr, K: tl.constexpr) -> tl.tensor:
     """Return the codes of the K largest keys of each token, the largest first."""
     k = tl.arange(0, triton.next_power_of_2(K))[None, :]
     chosen = tl.zeros([TOKENS, k.shape[1]], tl.int32)

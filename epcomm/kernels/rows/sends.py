@@ -193,12 +193,7 @@ def count_sends(
 
 
 def order_sends(
-    topk_ids: Tensor,
-    header: Tensor,
-    row_of_rank: Tensor,
-    *,
-    rows_at: int,
-    num_local: int,
+    topk_ids: Tensor, header: Tensor, row_of_rank: Tensor, *, rows_at: int, num_local: int
 ) -> None:
     """Assign numbers to the rows that are sent, by destination rank, then token.
 

@@ -53,11 +53,7 @@ DispatchResult = tuple[
     EventOverlap,
 ]
 LowLatencyResult = tuple[
-    XTensors,
-    Tensor,
-    tuple[Tensor, Tensor, int, int, int],
-    EventOverlap,
-    Receive | None,
+    XTensors, Tensor, tuple[Tensor, Tensor, int, int, int], EventOverlap, Receive | None
 ]
 
 _BFLOAT16 = (torch.bfloat16,)
@@ -550,11 +546,7 @@ class Buffer:
 
 
 def _check_launch(
-    check: Check,
-    config: object,
-    event: EventOverlap | None,
-    is_async: bool,
-    allocates_here: bool,
+    check: Check, config: object, event: EventOverlap | None, is_async: bool, allocates_here: bool
 ) -> None:
     if config is not None and not isinstance(config, Config):
         fault = f"config is {type(config).__name__}, expected Config or None"

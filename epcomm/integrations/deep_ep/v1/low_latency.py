@@ -109,11 +109,7 @@ class LowLatencyHandle(Uncopied, tuple[Tensor, Tensor, int, int, int]):
 
     @classmethod
     def of(
-        cls,
-        ranks: Ranks,
-        num_tokens: int,
-        spec: BufferSpec,
-        sources: tuple[Tensor, Tensor],
+        cls, ranks: Ranks, num_tokens: int, spec: BufferSpec, sources: tuple[Tensor, Tensor]
     ) -> Self:
         """Make the handle of a batch; sources: src_info and layout_range."""
         num_local, hidden_size = spec.num_local_experts, spec.hidden_size
@@ -319,11 +315,7 @@ def _write(
 
 
 def _combine_pairs(
-    handle: LowLatencyHandle,
-    pairs: SentPairs,
-    x: Tensor,
-    topk_weights: Tensor,
-    out: Tensor | None,
+    handle: LowLatencyHandle, pairs: SentPairs, x: Tensor, topk_weights: Tensor, out: Tensor | None
 ) -> tuple[Tensor, Receive]:
     """Read the rows here, and the weights in the second half, as in V1."""
     ranks, hidden_size = handle.ranks, handle.spec.hidden_size

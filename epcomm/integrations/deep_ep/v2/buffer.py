@@ -33,12 +33,7 @@ from epcomm.integrations.deep_ep.v2.handle import (
     EPHandle,
     Positions,
 )
-from epcomm.ops.slots import (
-    as_members,
-    gather_scalars,
-    reduce_rows,
-    spread_to_slots,
-)
+from epcomm.ops.slots import as_members, gather_scalars, reduce_rows, spread_to_slots
 from epcomm.types import RowsPer, align_up
 
 # Queue pairs of each SM, and those that the package allocates in hybrid mode and without it.

@@ -41,13 +41,7 @@ def _barrier_kernel(
     flags_ptr = flags.to(tl.pointer_type(tl.int32))
     tl.atomic_add(flags_ptr, is_rank.to(tl.int32), mask=is_rank, sem="release", scope="sys")
     missing, _ = await_at(  # pyright: ignore[reportGeneralTypeIssues]
-        int32_at(flags_address) + lane,
-        is_rank,
-        None,
-        number,
-        max_polls,
-        "sys",
-        False,
+        int32_at(flags_address) + lane, is_rank, None, number, max_polls, "sys", False
     )
     tl.store(missing_ptr + lane, missing, mask=lane < W)
 

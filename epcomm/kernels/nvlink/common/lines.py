@@ -110,11 +110,7 @@ def flag_of(line: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def store_lines(
-    address: tl.tensor,
-    line: tl.tensor,
-    words: tl.tuple,
-    epoch: tl.tensor,
-    is_stored: tl.tensor,
+    address: tl.tensor, line: tl.tensor, words: tl.tuple, epoch: tl.tensor, is_stored: tl.tensor
 ) -> None:
     """Store three words, int32, in each of some lines after an address.
 
@@ -262,11 +258,7 @@ def end_look(looks: Looks, late: tl.tensor, aborted: tl.tensor, THREADS: tl.cons
 
 @triton.jit
 def abort_if_late(
-    peers: Peers,
-    late: tl.tensor,
-    wait: tl.constexpr,
-    epoch: tl.tensor,
-    c: constexprs.Layout,
+    peers: Peers, late: tl.tensor, wait: tl.constexpr, epoch: tl.tensor, c: constexprs.Layout
 ) -> tl.tensor:
     """End a wait for lines as abort_if_missing() does; return whether this rank cannot continue.
 

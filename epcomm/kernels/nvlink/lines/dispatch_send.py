@@ -16,10 +16,7 @@ from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
 from epcomm.kernels.nvlink.common.constexprs import LINE_BYTES, LINE_WORDS
-from epcomm.kernels.nvlink.common.dependent_launch import (
-    await_previous,
-    let_next_start,
-)
+from epcomm.kernels.nvlink.common.dependent_launch import await_previous, let_next_start
 from epcomm.kernels.nvlink.common.exchange import VARYING, Memory, Peers
 from epcomm.kernels.nvlink.common.layout import PART_LINES, LowLatencyLayout
 from epcomm.kernels.nvlink.common.lines import await_credit, in_lanes, store_lines, words_of
@@ -68,16 +65,7 @@ def _send_header_lines(
     is_header = tl.load(peers.excluded + program) == 0
     if is_header:
         send_header(
-            peers,
-            ids_ptr,
-            program,
-            epoch,
-            num_tokens,
-            status,
-            c,
-            CHUNK,
-            True,
-            rows.NEEDS_DISTINCT,
+            peers, ids_ptr, program, epoch, num_tokens, status, c, CHUNK, True, rows.NEEDS_DISTINCT
         )
     # The counter belongs to this rank alone, and its host reads it.
     num_headers = tl.where(is_header & (program != peers.rank), 1, 0)
@@ -218,9 +206,7 @@ def send_dispatch_lines_kernel(
                 scale_words += (lane * 0 + scale.to(tl.int32, bitcast=True),)
             else:
                 codes, scales = quantize_blocks(  # pyright: ignore[reportGeneralTypeIssues]
-                    elements[plane].to(tl.float32),
-                    rows.KIND == _FP8_POWER_OF_TWO,
-                    rows.HAS_E4M3,
+                    elements[plane].to(tl.float32), rows.KIND == _FP8_POWER_OF_TWO, rows.HAS_E4M3
                 )
                 words += (words_of(tl.reshape(codes, [LANES * 4])),)  # pyright: ignore[reportOperatorIssue]
                 scale_words += (in_lanes(words_of(scales), LANES),)

@@ -181,7 +181,6 @@ class Collectives(ABC):
         if self.calls is not None:
             self.calls.close()
 
-    @abstractmethod
     def all_to_all(
         self,
         send: Tensor,
@@ -207,15 +206,39 @@ class Collectives(ABC):
         Host sync: on gloo and MPI, until the rows have arrived; on NCCL none.
         Lifetime: the caller owns the result, which is `out` if that was given. On transports with
             `bounded`, `send` may be overwritten when this returns.
+        Raises:
+            ShapeError: a tensor is not contiguous, not on the device of the group, or does not fit.
         """
+        num_rows = send.shape[0] if recv_splits is None else sum(recv_splits)
+        out = _receiving(out, send, num_rows, self.device)
+        self._all_to_all(out, send, recv_splits, send_splits, phase + self.scope)
+        return out
 
-    @abstractmethod
     def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
         """Return [W, *tensor.shape]: the tensors of all ranks.
 
         Collective: yes; shape and dtype equal on all ranks.
         Host sync: as all_to_all.   Lifetime: the caller owns the result.
         """
+        _check_sendable(tensor, self.device)
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        self._all_gather(gathered, tensor, phase + self.scope)
+        return gathered
+
+    @abstractmethod
+    def _all_to_all(
+        self,
+        recv: Tensor,
+        send: Tensor,
+        recv_splits: Sequence[int] | None,
+        send_splits: Sequence[int] | None,
+        phase: str,
+    ) -> None:
+        """Implement all_to_all() for tensors that were checked; phase: with the scope."""
+
+    @abstractmethod
+    def _all_gather(self, recv: Tensor, tensor: Tensor, phase: str) -> None:
+        """Implement all_gather() for tensors that were checked; phase: with the scope."""
 
     def gather_records(
         self, record: Mapping[str, Scalar], *, phase: str = "gather_records"
@@ -291,12 +314,7 @@ class Collectives(ABC):
         return [gathered[rank].tobytes() for rank in range(self.world_size)]
 
 
-def check_sendable(tensor: Tensor, device: torch.device) -> None:
-    """Check that a collective can send the tensor.
-
-    Raises:
-        ShapeError: the tensor is not contiguous, or not on the device of the group.
-    """
+def _check_sendable(tensor: Tensor, device: torch.device) -> None:
     if not tensor.is_contiguous() or tensor.device != device:
         raise ShapeError(
             f"collective: tensor {list(tensor.shape)} with strides {tensor.stride()} on "
@@ -304,13 +322,9 @@ def check_sendable(tensor: Tensor, device: torch.device) -> None:
         )
 
 
-def receiving(out: Tensor | None, send: Tensor, num_rows: int, device: torch.device) -> Tensor:
-    """Return `out`, or new memory if it is None, for `num_rows` rows like those of `send`.
-
-    Raises:
-        ShapeError: see check_sendable(); or `out` is given and has another shape or dtype.
-    """
-    check_sendable(send, device)
+def _receiving(out: Tensor | None, send: Tensor, num_rows: int, device: torch.device) -> Tensor:
+    """Return `out`, or new memory if it is None, for `num_rows` rows like those of `send`."""
+    _check_sendable(send, device)
     shape = (num_rows, *send.shape[1:])
     if out is None:
         return send.new_empty(shape)
@@ -319,5 +333,5 @@ def receiving(out: Tensor | None, send: Tensor, num_rows: int, device: torch.dev
             f"collective: out is {out.dtype} {list(out.shape)}, expected {send.dtype} "
             f"{list(shape)}; pass None"
         )
-    check_sendable(out, send.device)
+    _check_sendable(out, device)
     return out

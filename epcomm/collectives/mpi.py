@@ -23,7 +23,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from epcomm.collectives.base import Collectives, check_sendable, receiving
+from epcomm.collectives.base import Collectives
 from epcomm.collectives.bounded import BoundedWait, FailureBoard, Step
 from epcomm.errors import ConfigError, HandleError, ShapeError
 
@@ -113,15 +113,14 @@ class MpiCollectives(Collectives):
         self._finish(lambda: self._step_of(duplicate.Ibarrier()), phase)
         return MpiCollectives(duplicate.Split(min(ranks), self.rank), whole=self)
 
-    def all_to_all(
+    def _all_to_all(
         self,
+        recv: Tensor,
         send: Tensor,
-        *,
-        send_splits: Sequence[int] | None = None,
-        recv_splits: Sequence[int] | None = None,
-        out: Tensor | None = None,
-        phase: str = "all_to_all",
-    ) -> Tensor:
+        recv_splits: Sequence[int] | None,
+        send_splits: Sequence[int] | None,
+        phase: str,
+    ) -> None:
         send_counts = self._counts(send_splits, send.shape[0])
         if sum(send_counts) != send.shape[0]:
             raise ShapeError(
@@ -129,21 +128,16 @@ class MpiCollectives(Collectives):
                 f"{send.shape[0]} rows of send ({self.names.where}); pass splits that cover them"
             )
         recv_counts = self._counts(recv_splits, send.shape[0])
-        recv = receiving(out, send, sum(recv_counts), self.device)
         row = self._row_type(send, max(send.shape[0], recv.shape[0]))
         to_ranks, from_ranks = _message(send, send_counts, row), _message(recv, recv_counts, row)
         self._run(lambda duplicate: duplicate.Ialltoallv(to_ranks, from_ranks), row, phase)
-        return recv
 
-    def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
-        check_sendable(tensor, self.device)
+    def _all_gather(self, recv: Tensor, tensor: Tensor, phase: str) -> None:
         rows = tensor if tensor.dim() else tensor.unsqueeze(0)
-        gathered = tensor.new_empty((self.world_size, *tensor.shape))
         counts = [rows.shape[0]] * self.world_size
         row = self._row_type(rows, sum(counts))
-        mine, all_ranks = [_bytes_of(tensor), counts[0], row], _message(gathered, counts, row)
+        mine, all_ranks = [_bytes_of(tensor), counts[0], row], _message(recv, counts, row)
         self._run(lambda duplicate: duplicate.Iallgatherv(mine, all_ranks), row, phase)
-        return gathered
 
     def close(self) -> None:
         """Free the duplicate, unless MPI may still use it after a timeout. Local, idempotent.
@@ -188,7 +182,7 @@ class MpiCollectives(Collectives):
         try:
             with self._in_use:
                 duplicate = self._open(phase)
-                self._finish(lambda: self._step_of(post(duplicate)), phase + self.scope)
+                self._finish(lambda: self._step_of(post(duplicate)), phase)
         finally:
             row.Free()  # MPI keeps the type while an exchange still uses it.
             if self._is_closed:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from epcomm.collectives.base import Collectives, check_sendable, receiving
+from epcomm.collectives.base import Collectives
 
 
 class StagedCollectives(Collectives):
@@ -43,30 +43,25 @@ class StagedCollectives(Collectives):
         found = super().split(parts, scope=scope)
         assert isinstance(found, StagedCollectives), "_make_part made it"
         # The wrapped collectives write the messages about timeouts.
-        found._over.names, found._over.scope = found.names, scope
+        found._over.names = found.names
         return found
 
     def _make_part(self, ranks: Sequence[int]) -> Collectives:
         return StagedCollectives(self._over._make_part(ranks), self.device)
 
-    def all_to_all(
+    def _all_to_all(
         self,
+        recv: Tensor,
         send: Tensor,
-        *,
-        send_splits: Sequence[int] | None = None,
-        recv_splits: Sequence[int] | None = None,
-        out: Tensor | None = None,
-        phase: str = "all_to_all",
-    ) -> Tensor:
-        check_sendable(send, self.device)
-        received = self._over.all_to_all(
-            send.to(self._over.device),
-            send_splits=send_splits,
-            recv_splits=recv_splits,
-            phase=phase,
-        )
-        return receiving(out, send, received.shape[0], self.device).copy_(received)
+        recv_splits: Sequence[int] | None,
+        send_splits: Sequence[int] | None,
+        phase: str,
+    ) -> None:
+        staged = torch.empty_like(recv, device=self._over.device)
+        self._over._all_to_all(staged, send.to(staged.device), recv_splits, send_splits, phase)
+        recv.copy_(staged)
 
-    def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
-        check_sendable(tensor, self.device)
-        return self._over.all_gather(tensor.to(self._over.device), phase=phase).to(self.device)
+    def _all_gather(self, recv: Tensor, tensor: Tensor, phase: str) -> None:
+        staged = torch.empty_like(recv, device=self._over.device)
+        self._over._all_gather(staged, tensor.to(staged.device), phase)
+        recv.copy_(staged)

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import (
     AllToAllOptions,  # type: ignore[attr-defined]
 )
 
-from epcomm.collectives.base import Collectives, Scalar, check_sendable, receiving
+from epcomm.collectives.base import Collectives, Scalar
 from epcomm.collectives.bounded import SLICE_S, BoundedWait
 from epcomm.collectives.failure_board import StoreFailureBoard
 from epcomm.collectives.gloo_threads import settle_at_exit
@@ -133,43 +133,33 @@ class TorchDistCollectives(Collectives):
         # same name would use the old addresses.
         return made
 
-    def all_to_all(
+    def _all_to_all(
         self,
+        recv: Tensor,
         send: Tensor,
-        *,
-        send_splits: Sequence[int] | None = None,
-        recv_splits: Sequence[int] | None = None,
-        out: Tensor | None = None,
-        phase: str = "all_to_all",
-    ) -> Tensor:
-        num_rows = send.shape[0] if recv_splits is None else sum(recv_splits)
-        recv = receiving(out, send, num_rows, self.device)
-        recv_bytes, send_bytes = _as_bytes(recv), _as_bytes(send)
+        recv_splits: Sequence[int] | None,
+        send_splits: Sequence[int] | None,
+        phase: str,
+    ) -> None:
+        recv, send = _as_bytes(recv), _as_bytes(send)
         # None and an empty list both mean equal splits.
         recv_rows, send_rows = list(recv_splits or ()), list(send_splits or ())
         group = self._open_group()
-        phase += self.scope
         if self.bounded is None:
-            dist.all_to_all_single(recv_bytes, send_bytes, recv_rows, send_rows, group=group)
-            return recv
+            dist.all_to_all_single(recv, send, recv_rows, send_rows, group=group)
+            return
         options = AllToAllOptions()
-        start = partial(group.alltoall_base, recv_bytes, send_bytes, recv_rows, send_rows, options)
+        start = partial(group.alltoall_base, recv, send, recv_rows, send_rows, options)
         _run(self.bounded, options, start, phase)
-        return recv
 
-    def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
-        check_sendable(tensor, self.device)
-        gathered = tensor.new_empty((self.world_size, *tensor.shape))
-        recv_bytes, send_bytes = _as_bytes(gathered.flatten()), _as_bytes(tensor.flatten())
+    def _all_gather(self, recv: Tensor, tensor: Tensor, phase: str) -> None:
+        recv, tensor = _as_bytes(recv.flatten()), _as_bytes(tensor.flatten())
         group = self._open_group()
-        phase += self.scope
         if self.bounded is None:
-            _all_gather(recv_bytes, send_bytes, group=group)
-            return gathered
+            _all_gather(recv, tensor, group=group)
+            return
         options = AllgatherOptions()
-        start = partial(group._allgather_base, recv_bytes, send_bytes, options)
-        _run(self.bounded, options, start, phase)
-        return gathered
+        _run(self.bounded, options, partial(group._allgather_base, recv, tensor, options), phase)
 
     def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:

@@ -119,7 +119,7 @@ class InProcess(Collectives):
     def __init__(self, world_size: int) -> None:
         self.rank, self.world_size, self.device = 0, world_size, torch.device("cpu")
 
-    all_to_all = all_gather = gather_records = None  # pyright: ignore[reportAssignmentType]
+    _all_to_all = _all_gather = gather_records = None  # pyright: ignore[reportAssignmentType]
 
 
 class FakeStream:

@@ -62,6 +62,7 @@ class ExpertParallelExperts(nn.Module):
     ExpertTensors, [E, ...] for torch's tools and [L, ...] for this layer; otherwise [L, ...].
     docs/checkpoints.md lists what may replace them.
 
+    num_experts: P, the physical experts of all ranks.   top_k: K.   hidden_size: H.
     num_logical_experts: E, the experts of the model, which topk_ids name.
     placement: the logical expert of each physical expert; None without config.redundant_experts:
         P = E, in order.
@@ -111,6 +112,7 @@ class ExpertParallelExperts(nn.Module):
             dtype=weights.dtype,
         )
         self.plan = plan(config, spec, group, weights=weights)
+        self.num_experts, self.top_k, self.hidden_size = num_experts, top_k, weights.hidden_size
         self.num_logical_experts = num_experts - num_redundant
         self.placement = first_placement(config, spec, group.world_size, group.where, group.hosts)
         self.path: PipelinePath | FuseEPPath = (
@@ -145,21 +147,6 @@ class ExpertParallelExperts(nn.Module):
         self._register(weights, is_local=is_local)
         self.register_load_state_dict_pre_hook(cut_before_load)
         self.register_state_dict_post_hook(note_share)
-
-    @property
-    def num_experts(self) -> int:
-        """The number of physical experts of all ranks, P."""
-        return self._spec.num_experts
-
-    @property
-    def top_k(self) -> int:
-        """The number of experts per token, K."""
-        return self._spec.top_k
-
-    @property
-    def hidden_size(self) -> int:
-        """The number of elements of a token, H."""
-        return self._spec.hidden_size
 
     @property
     def phases(self) -> PhaseDispatchers:

@@ -195,14 +195,6 @@ def pack_header(fault: Tensor, flags: BatchFlags) -> Tensor:
     return (fault & FAULT_MASK).to(torch.int32) | (int(flags) << FLAGS_SHIFT)
 
 
-def _codes_of(error: EPError) -> set[FaultCode]:
-    """Return the codes that report an error in dispatch and in combine."""
-    words = (fault_word(error), fault_word(error, in_combine=True))
-    codes = {unpack_fault(word, 0)[0] for word in words}
-    # The device has a separate code for repeated ids; the host raises a ShapeError.
-    return codes | {FaultCode.REPEATED_IDS} if isinstance(error, ShapeError) else codes
-
-
 class DeviceFaults:
     """The faults recorded on the device: the first one of each rank since the last check().
 
@@ -271,7 +263,12 @@ class DeviceFaults:
         if own_error is not None and own_error.was_raised:
             # Keep the faults of other ranks, and an older fault of this rank.
             place = self._names.place
-            if unpack_fault(words[place], 0)[0] in _codes_of(own_error):
+            own_words = fault_word(own_error), fault_word(own_error, in_combine=True)
+            codes = {unpack_fault(word, 0)[0] for word in own_words}
+            if isinstance(own_error, ShapeError):
+                # The device has a separate code for repeated ids.
+                codes.add(FaultCode.REPEATED_IDS)
+            if unpack_fault(words[place], 0)[0] in codes:
                 words[place], entries[place] = int(FaultCode.NONE), [0, 0]
             own_error = None
         if not any(words):

@@ -144,7 +144,12 @@ def bench_command(run: RunOptions, report: ReportOptions) -> None:
         options = run.read()
         num_started = _ranks_to_start(run.ranks)
         options.check_ranks(num_started or ranks_of_environment() or 1)
-        _check_files(run, report)
+        # Refuse before the run what cannot be written after it.
+        if report.plot is not None:
+            check_plot(report.plot, command="epcomm bench")
+        for path in (report.output, report.plot, run.trace):
+            if path is not None and rank_of_environment() == 0:
+                check_writable(path, command="epcomm bench")
     except ConfigError as error:
         raise typer.Exit(report_error(error, rank_of_environment())) from None
     work = partial(bench_on_rank, options, report)
@@ -178,15 +183,6 @@ def _ranks_to_start(ranks: int | None) -> int | None:
     if ranks is not None and not is_size(ranks, MAX_RANKS):
         raise ConfigError(f"epcomm bench: --ranks is {shown(ranks)}, expected 1 to {MAX_RANKS}")
     return ranks if started is None else None
-
-
-def _check_files(run: RunOptions, report: ReportOptions) -> None:
-    """Refuse before the run what cannot be written after it."""
-    if report.plot is not None:
-        check_plot(report.plot, command="epcomm bench")
-    for path in (report.output, report.plot, run.trace):
-        if path is not None and rank_of_environment() == 0:
-            check_writable(path, command="epcomm bench")
 
 
 def bench_on_rank(options: BenchOptions, shown_as: ReportOptions) -> int:

@@ -65,7 +65,10 @@ class TorchDistCollectives(Collectives):
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         backend = _backend_of(process_group)
-        self.device = _device_of(backend)
+        kind = _DEVICE_OF_BACKEND[backend]
+        self.device = torch.device(kind)
+        if kind != "cpu":
+            self.device = torch.device(kind, torch.get_device_module(kind).current_device())
         if backend == "gloo":
             settle_at_exit()
             store = process_group.get_group_store()
@@ -267,13 +270,6 @@ def _backend_of(process_group: dist.ProcessGroup) -> str:
         f"EPGroup: backend {backend!r} of the process group is not supported, expected one of "
         f"{sorted(_DEVICE_OF_BACKEND)}; create the group with one of them"
     )
-
-
-def _device_of(backend: str) -> torch.device:
-    kind = _DEVICE_OF_BACKEND[backend]
-    if kind == "cpu":
-        return torch.device(kind)
-    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ def activate(gate_up: Tensor, expert_format: ExpertFormat) -> Tensor:
     """
     if expert_format.activation is Activation.RELU2:
         return F.relu(gate_up).square()
-    gate, up = _split(gate_up, expert_format.is_interleaved)
+    is_interleaved = expert_format.is_interleaved
+    gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if is_interleaved else gate_up.chunk(2, -1)
     if expert_format.activation is Activation.SWIGLU:
         return F.silu(gate) * up
     limit = expert_format.limit
@@ -24,10 +25,3 @@ def activate(gate_up: Tensor, expert_format: ExpertFormat) -> Tensor:
         return F.silu(gate) * up
     assert expert_format.alpha is not None, "checked at creation"
     return (up + 1) * (gate * torch.sigmoid(gate * expert_format.alpha))
-
-
-def _split(gate_up: Tensor, is_interleaved: bool) -> tuple[Tensor, Tensor]:
-    if is_interleaved:
-        return gate_up[..., ::2], gate_up[..., 1::2]
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gate, up

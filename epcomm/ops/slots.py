@@ -499,15 +499,7 @@ def _silence_beta_warning() -> None:
     """Make a first CSR matrix, at which torch warns once in a process that they are in beta."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
-        torch.sparse_csr_tensor(
-            F.pad(nothing, (1, 0)),
-            nothing,
-            nothing,
-            size=(0, 0),
-            device="cpu",
-            check_invariants=False,
-        )
+        torch.zeros(1, 1, device="cpu").to_sparse_csr()
 
 
 def _whole_rows(rows: Tensor) -> Tensor:

@@ -281,7 +281,8 @@ def _exchange(bins: _Bins) -> bool:
             found = float(gain[i, j])
             if found <= 1e-12 * totals[highest] or (best is not None and found <= best[0]):
                 break
-            if _may_exchange(bins, highest, mine[i], place, others[j]):
+            one, other = int(bins.owners[mine[i]]), int(bins.owners[others[j]])
+            if one == other or not (bins.holds(place, one) or bins.holds(highest, other)):
                 best = (found, place, int(i), int(j))
                 break
     if best is None:
@@ -290,8 +291,3 @@ def _exchange(bins: _Bins) -> bool:
     mine, others = bins.items[highest], bins.items[place]
     mine[i], others[j] = others[j], mine[i]
     return True
-
-
-def _may_exchange(bins: _Bins, one: int, mine: int, other: int, others: int) -> bool:
-    first, second = int(bins.owners[mine]), int(bins.owners[others])
-    return first == second or not (bins.holds(other, first) or bins.holds(one, second))

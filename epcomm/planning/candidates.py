@@ -7,7 +7,6 @@ that has an error, after which all ranks have the same verdicts, and make the sa
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import NoReturn, Self
 
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
@@ -292,17 +291,12 @@ def _as_record(values: EPConfig | MoESpec) -> dict[str, Scalar]:
     plain = (str, int, float, type(None))
     found = {field.name: getattr(values, field.name) for field in fields(values)}
     if found.get("measurements") is not None:
-        found["measurements"] = _digest_of(found["measurements"])
+        try:
+            found["measurements"] = f"sha256 {read_measurements(found['measurements']).digest}"
+        except ConfigError as error:
+            found["measurements"] = str(error)
     # StrEnum members are strings, and JSON writes them as such.
     return {name: v if isinstance(v, plain) else str(v) for name, v in found.items()}
-
-
-def _digest_of(path: str | Path) -> str:
-    """Return the digest of a file, or why it has none, for the other ranks to compare."""
-    try:
-        return f"sha256 {read_measurements(path).digest}"
-    except ConfigError as error:
-        return str(error)
 
 
 def _combine(records: Sequence[Mapping[str, Scalar]], key: str) -> Availability:

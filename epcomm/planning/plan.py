@@ -73,18 +73,13 @@ def plan(
         chosen = replace(chosen, rests_on=found.rests_on.get(chosen.runner or "", ""))
     elif config.runner != "auto":
         chosen = _map_phases(chosen, partial(_aligned, runner=config.runner))
-    if group is not None:
-        _log(chosen, group)
-    return chosen
-
-
-def _log(chosen: EPPlan, group: EPGroup) -> None:
-    """Log what serves a layer at INFO, once for all layers of a group that are served alike."""
     for purpose, phase in chosen.phases().items():
         runner = [] if chosen.runner is None else [f"runner {chosen.runner}"]
         text = "; ".join([*phase.facts(phase=purpose), *runner])
-        if group.is_news(text):
+        # Once for all layers of a group that are served alike.
+        if group is not None and group.is_news(text):
             _logger.info("%s: %s", group.where, text)
+    return chosen
 
 
 def _ranks_of(

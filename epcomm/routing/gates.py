@@ -108,8 +108,11 @@ class Gate:
             ShapeError, ConfigError: topk_ids of another shape or dtype, or of a routing whose
                 weights do not follow from logits.
         """
-        is_repeated = torch._C._current_graph_task_id() != -1
-        repeats = _current_repeat() if is_repeated else None
+        repeats, task = None, torch._C._current_graph_task_id()
+        if task != -1:
+            node = torch._C._current_autograd_node()
+            is_reentrant = node.name() == "CheckpointFunctionBackward"
+            repeats = Repeat(task=task, node=node._sequence_nr(), is_reentrant=is_reentrant)
         call = GateCall(
             logits=logits,
             live=live,
@@ -164,15 +167,6 @@ def checkpoint_of_call() -> object | None:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
     attributes = None if hooks is None else getattr(hooks[0], "__dict__", None)
     return None if attributes is None else attributes.setdefault("epcomm_checkpoint", object())
-
-
-def _current_repeat() -> Repeat:
-    node = torch._C._current_autograd_node()
-    return Repeat(
-        task=torch._C._current_graph_task_id(),
-        node=node._sequence_nr(),
-        is_reentrant=node.name() == "CheckpointFunctionBackward",
-    )
 
 
 def attach_gate(module: nn.Module, gate: Gate | Callable[[nn.Module], Gate]) -> None:

@@ -40,8 +40,10 @@ class LocalExperts:
             held: tensors in the order of the roles.
             computed: the indices of tensors that are not parameters, which the factor leaves alone.
         """
-        if not (torch.is_grad_enabled() and _need_gradients(held)):
-            return self._record
+        # An attribute of a subclass is a call into Python, unless that is switched off.
+        with torch._C.DisableTorchFunctionSubclass():
+            if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held)):
+                return self._record
         factors = [1.0 if place in computed else self.gradient_factor for place in range(len(held))]
         views = self._differentiable(held, factors)
         return self._record.exchanged(dict(zip(self._roles, views, strict=True)))
@@ -101,12 +103,6 @@ class LocalExperts:
             f"{shard.num_local_experts} experts of this rank or all {shard.num_experts} "
             f"({self._where}); check what replaced the parameter"
         )
-
-
-def _need_gradients(held: Sequence[Tensor]) -> bool:
-    # An attribute of a subclass is a call into Python, unless that is switched off.
-    with torch._C.DisableTorchFunctionSubclass():
-        return any(tensor.requires_grad for tensor in held)
 
 
 def _local(tensor: Tensor) -> Tensor:

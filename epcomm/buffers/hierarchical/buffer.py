@@ -544,16 +544,14 @@ def inner_buffer_class(
         is_mapped = inside.collectives.process_group is not None and not any(
             map(reach_reasons, joined)
         )
-        return _over_nvlink(spec) if is_mapped else CollectiveBuffer
+        if not is_mapped:
+            return CollectiveBuffer
+        # It imports Triton.
+        from epcomm.buffers.nvlink.normal import NVLinkBuffer
+
+        is_carried = not carrying_reasons(spec, NVLinkBuffer.caps(Mode.NORMAL))
+        return NVLinkBuffer if is_carried else CollectiveBuffer
     # Ranks of one host may be unable to share memory, for example in two containers.
     shared = [{found[rank][_HOST] for rank in ranks} for ranks in hosts.ranks_of_host]
     shares = all(len(each) == 1 and "" not in each for each in shared)
     return SharedMemoryBuffer if shares and calls.waits else CollectiveBuffer
-
-
-def _over_nvlink(spec: BufferSpec) -> type[Buffer]:
-    """Return the NVLink buffer if it supports the rows, else CollectiveBuffer. Imports Triton."""
-    from epcomm.buffers.nvlink.normal import NVLinkBuffer
-
-    is_carried = not carrying_reasons(spec, NVLinkBuffer.caps(Mode.NORMAL))
-    return NVLinkBuffer if is_carried else CollectiveBuffer

@@ -159,11 +159,6 @@ class Ranks:
         return next((each for each in reversed(specs) if replace(each, top_k=0) == spec), spec)
 
     @property
-    def returns_slots(self) -> bool:
-        """Whether low latency has a buffer, which returns slots."""
-        return self.device.type != "cpu"
-
-    @property
     def collectives(self) -> Collectives:
         """The exchanges of the ranks, for low latency on CPUs."""
         return self._group.collectives

@@ -537,12 +537,10 @@ class Buffer:
 
     def _combine_memory(self, handle: LowLatencyHandle) -> Tensor:
         """Return the rows that a combine with zero_copy sends, one memory a shape."""
-        shape = handle.slab_shape
-        memory = self._rows_to_return.get(shape)
-        if memory is None:
-            memory = torch.empty(shape, dtype=torch.bfloat16, device=self._ranks.device)
-            self._rows_to_return[shape] = memory
-        return memory
+        shape, device = handle.slab_shape, self._ranks.device
+        if shape not in self._rows_to_return:
+            self._rows_to_return[shape] = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return self._rows_to_return[shape]
 
 
 def _check_launch(

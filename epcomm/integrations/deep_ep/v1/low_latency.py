@@ -153,7 +153,7 @@ class LowLatency:
         has_hook: other work may be launched before the slabs are received; else the receiving
             kernel of a GPU is launched here, and overlaps with the sending one.
         """
-        if self._ranks.returns_slots:
+        if not self._ranks.reads_faults:
             return self._dispatch_slots(x, topk_ids, spec, has_hook=has_hook)
         return _dispatch_pairs(check, x, topk_ids.long(), spec)
 

@@ -38,6 +38,7 @@ class EPGroup:
     state. `with EPGroup(...) as group:` closes it at the end.
 
     hosts: the hosts of the ranks, if given by a two-dimensional DeviceMesh; None: plan() finds out.
+    where: the name of this rank in messages, such as `rank 3 of 8`.
     """
 
     def __init__(
@@ -84,12 +85,8 @@ class EPGroup:
         self._backends: dict[tuple[str, BufferSpec], Backend] = {}
         self._timeout_s: float | None = None
         self._logged: set[str] = set()
+        self.where = f"rank {self.rank} of {self.world_size}"
         self.is_closed = False
-
-    @property
-    def where(self) -> str:
-        """The name of this rank in messages, such as `rank 3 of 8`."""
-        return f"rank {self.rank} of {self.world_size}"
 
     @property
     def mesh(self) -> DeviceMesh | None:

@@ -90,12 +90,8 @@ RUNNERS: Mapping[str, str] = {
 }
 
 
-def _class_name(path: str) -> str:
-    return path.partition(":")[2]
-
-
 def _by_class(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, str]:
-    return {_class_name(path): path for paths in table.values() for path in paths}
+    return {path.partition(":")[2]: path for paths in table.values() for path in paths}
 
 
 # Dictionaries, because a plan looks up about a hundred names.
@@ -135,7 +131,7 @@ def backend_names(chosen: str, mode: Mode) -> tuple[str, ...]:
 def class_names(backend: str) -> tuple[str, ...]:
     """Return the class names of one backend, in order of preference."""
     paths = BUFFERS[backend] if backend in BUFFERS else FUSED[backend]
-    return tuple(_class_name(path) for path in paths)
+    return tuple(path.partition(":")[2] for path in paths)
 
 
 def runner_class(name: str) -> type[ExpertRunner]:

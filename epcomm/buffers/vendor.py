@@ -93,10 +93,8 @@ class VendorCalls(Backend):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise HandleError(
-                f"{self.name}: the buffer is closed (rank {self._rank} of {self._world_size}); "
-                "make a new EPGroup"
-            )
+            where = self._collectives.names.where
+            raise HandleError(f"{self.name}: the buffer is closed ({where}); make a new EPGroup")
 
     def _guard(self, call: DispatchCall) -> tuple[Tensor, BatchFlags]:
         """Check top-k ids; return ids that are safe to send, and the flags of the batch.

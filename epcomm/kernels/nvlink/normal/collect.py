@@ -68,9 +68,7 @@ def collect_rows(
     form = CopyForm(
         *(0 if each is None else each.shape[1] * each.itemsize for each in (out, scales))
     )
-    launch = exchange.launches.get(form)
-    if launch is None:
-        launch = exchange.prepare(program_of, form, _Arguments)
+    launch = exchange.launches.get(form) or exchange.prepare(program_of, form, _Arguments)
     arguments = _Arguments.from_buffer_copy(launch.arguments)
     begin = peers.own_address + layout.buffer_offset(buffer_index)
     arguments.data = begin + layout.offsets["data"]

@@ -118,9 +118,7 @@ def combine_rows(
         bias = in_vectors(pad(bias, (0, missing)) if missing else bias)
     out = rows.new_empty(plan.num_tokens, rows.shape[1])
     form = SumForm(rows.dtype, rows.shape[1], sums)
-    launch = exchange.launches.get(form)
-    if launch is None:
-        launch = exchange.prepare(program_of, form, _Arguments)
+    launch = exchange.launches.get(form) or exchange.prepare(program_of, form, _Arguments)
     arguments = _Arguments.from_buffer_copy(launch.arguments)
     arguments.rows = rows.data_ptr()
     arguments.rows_stride = rows.stride(0) * rows.itemsize

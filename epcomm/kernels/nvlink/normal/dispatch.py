@@ -179,9 +179,7 @@ def dispatch_rows(
         alignment=1 if received is None else received.spec.expert_alignment,
         is_planned=topk is not None,
     )
-    launch = exchange.launches.get(rows)
-    if launch is None:
-        launch = exchange.prepare(program_of, rows, _Arguments)
+    launch = exchange.launches.get(rows) or exchange.prepare(program_of, rows, _Arguments)
     arguments = _Arguments.from_buffer_copy(launch.arguments)
     arguments.rows = data.data_ptr()
     arguments.rows_stride = data.stride(0) * data.itemsize if num_tokens > 1 else row_bytes

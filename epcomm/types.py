@@ -190,9 +190,8 @@ class WireFormat:
         if is_fp8 or kind is WireDtype.INT8:
             # Programs quantise these in blocks of any size.
             fits = self.scale_block is not None and self.scale_block >= 0
-        if not fits or not (
-            self.scale_dtype is kind.scale_dtype or (is_fp8 and self.has_exponents)
-        ):
+        scales_fit = self.scale_dtype is kind.scale_dtype or (is_fp8 and self.has_exponents)
+        if not fits or not scales_fit:
             raise ConfigError(
                 f"WireFormat: {kind.value} with scale_block={self.scale_block} and "
                 f"scale_dtype={self.scale_dtype}, expected {kind.scale_block} and "

@@ -102,9 +102,8 @@ class DirectLaunch:
             0,
             *(each.data_ptr() if isinstance(each, Tensor) else each for each in values),
         )
-        self._write = struct.Struct(
-            "=" + "".join(formats.get(place, "") for place in given)
-        ).pack_into
+        given_formats = "".join(formats.get(place, "") for place in given)
+        self._write = struct.Struct(f"={given_formats}").pack_into
         self._kinds = [_kind_of(arguments[place], types[place]) for place in given]
         metadata = compiled.metadata
         # launch() sets the stream and the size of the grid.

@@ -171,10 +171,8 @@ def loads_of_ranks(
     per_copy = load.to(torch.float64)
     if physical_to_logical is not None:
         logical = physical_to_logical
-        num_copies = torch.zeros_like(per_copy).index_add_(
-            0, logical, per_copy.new_ones(len(logical))
-        )
-        per_copy = (per_copy / num_copies.clamp(min=1))[logical]
+        copies = torch.zeros_like(per_copy).index_add_(0, logical, per_copy.new_ones(len(logical)))
+        per_copy = (per_copy / copies.clamp(min=1))[logical]
     return per_copy.view(num_ranks, -1).sum(1)
 
 

@@ -150,10 +150,8 @@ def start_read(tensor: Tensor) -> Callable[[], list]:
     return read
 
 
-def nvidia_libraries(file_name: str) -> list[str]:
+def nvidia_libraries(name: str) -> list[str]:
     """List the paths of a library in the installed wheels of NVIDIA."""
     spec = find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return [
-        str(path) for folder in folders for path in sorted(Path(folder).glob(f"*/lib/{file_name}"))
-    ]
+    return [str(path) for folder in folders for path in sorted(Path(folder).glob(f"*/lib/{name}"))]

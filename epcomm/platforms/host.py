@@ -19,9 +19,7 @@ _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 
 def memory_left(processes: Path = Path("/proc"), groups: Path = _GROUPS) -> int | None:
     """Return the bytes that this process can still allocate; None if unknown. Local."""
-    found = [
-        left for folder, names in _own_groups(processes, groups) for left in _left(folder, names)
-    ]
+    found = [left for group in _own_groups(processes, groups) for left in _left(*group)]
     with suppress(OSError):
         for line in (processes / "meminfo").read_text("ascii").splitlines():
             name, _, size = line.partition(":")

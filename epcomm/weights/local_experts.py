@@ -67,15 +67,13 @@ class LocalExperts:
     def read(self, held: Sequence[Tensor]) -> None:
         """Read the tensors for the next calls of of(). Local."""
         pieces = [piece_of(tensor) for tensor in held]
-        owned = {
-            role: self._own(piece, role) for role, piece in zip(self._roles, pieces, strict=True)
-        }
-        self._record = self._kind.with_tensors(owned)
+        owned = list(map(self._own, pieces, self._roles))
+        self._record = self._kind.with_tensors(dict(zip(self._roles, owned, strict=True)))
         # Tensors that are not parameters were computed for this call, and copies of placed experts
         # do not follow writes to the parameter: neither may be kept.
         are_kept = all(isinstance(tensor, nn.Parameter) for tensor in held) and all(
-            owned[role].untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
-            for role, piece in zip(self._roles, pieces, strict=True)
+            own.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
+            for own, piece in zip(owned, pieces, strict=True)
         )
         self._held, self._pieces = (held, pieces) if are_kept else ((), ())
         # One flag for each piece that is kept.

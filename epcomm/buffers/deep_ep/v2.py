@@ -65,9 +65,7 @@ class DeepEPV2Buffer(DeepEPBuffer[ElasticHandle]):
                 "allocates once; set max_tokens_per_rank, and in mode auto max_recv_slots too, or "
                 "mode normal"
             )
-        reasons += [
-            f"{found} {what}, at most {most}" for what, found, most in limits if found > most
-        ]
+        reasons += [f"{size} {what}, at most {most}" for what, size, most in limits if size > most]
         return tuple(reasons)
 
     @classmethod

@@ -118,9 +118,8 @@ class HierarchicalBuffer(Buffer):
 
     @classmethod
     def source_order(cls, spec: BufferSpec, world_size: int) -> tuple[int, ...]:
-        return tuple(
-            rank for place in zip(*hosts_of(spec).ranks_of_host, strict=True) for rank in place
-        )
+        hosts = hosts_of(spec).ranks_of_host
+        return tuple(rank for place in zip(*hosts, strict=True) for rank in place)
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
@@ -541,10 +540,7 @@ def inner_buffer_class(
         reaches = [PeerReach.parse(str(each[_REACH])) for each in found]
         joined = [[reaches[rank] for rank in ranks] for ranks in hosts.ranks_of_host]
         # Mapping the memory of peers needs a process group, which parts of gloo groups lack.
-        is_mapped = inside.collectives.process_group is not None and not any(
-            map(reach_reasons, joined)
-        )
-        if not is_mapped:
+        if inside.collectives.process_group is None or any(map(reach_reasons, joined)):
             return CollectiveBuffer
         # It imports Triton.
         from epcomm.buffers.nvlink.normal import NVLinkBuffer

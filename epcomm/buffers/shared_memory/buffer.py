@@ -106,9 +106,8 @@ class HostMover(RowMover):
         views_epoch = exchange_plan.views_epoch
         if views_epoch is None or self.epoch - views_epoch < self._num_batches:
             return None
-        return overwritten_error(
-            self._name, views_epoch, self._num_batches, self._calls.names.where
-        )
+        where = self._calls.names.where
+        return overwritten_error(self._name, views_epoch, self._num_batches, where)
 
     def exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor]:
         return partial(self._share_headers, call)

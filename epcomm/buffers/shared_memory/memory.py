@@ -77,9 +77,7 @@ class HostMemory:
 
     def ended_ranks(self) -> list[int]:
         """Return the ranks whose processes have ended or have closed their memory. Local."""
-        return [
-            rank for rank, file in enumerate(self._files) if rank != self._rank and _is_free(file)
-        ]
+        return [r for r, file in enumerate(self._files) if r != self._rank and _is_free(file)]
 
     def close(self) -> None:
         """Close the files; views stay valid. Local, idempotent."""

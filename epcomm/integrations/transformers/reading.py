@@ -105,9 +105,8 @@ def read_routing(block: nn.Module, num_experts: int) -> tuple[BlockLayout, Routi
     layout, top_k = probe.trace()
     router = block.get_submodule(layout.router)
     problem = None
-    for routing in routing_candidates(
-        router, top_k=top_k, has_bias=layout.correction_bias is not None
-    ):
+    has_bias = layout.correction_bias is not None
+    for routing in routing_candidates(router, top_k=top_k, has_bias=has_bias):
         problem = probe.disagreement(layout, routing)
         if problem is None:
             return layout, routing

@@ -67,10 +67,8 @@ def pack_rows(
         row_ptr = int32_at(peers.buffer_address + c.DATA_AT + row * c.DATA_BYTES) + word
         words = tl.load(row_ptr, mask=both(is_word, last >= 0), other=0)
         if slabs.scales is not None:
-            row_scales_ptr = (
-                int32_at(peers.buffer_address + c.SCALES_AT + row * c.SCALE_BYTES) + lane
-            )
-            scales = tl.load(row_scales_ptr, mask=both(is_scale, last >= 0), other=0)
+            scales_ptr = int32_at(peers.buffer_address + c.SCALES_AT + row * c.SCALE_BYTES) + lane
+            scales = tl.load(scales_ptr, mask=both(is_scale, last >= 0), other=0)
         for k in tl.static_range(c.K):
             has_slot = slots[k] >= 0
             tl.store(slabs.data + slots[k] * WORDS + word, words, mask=both(is_word, has_slot))

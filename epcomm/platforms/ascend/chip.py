@@ -26,10 +26,8 @@ DEVICE_NAMES: Mapping[Soc, str] = {
 
 def soc_of(device_name: str) -> Soc | None:
     """Return the chip of a device such as `Ascend910_9392`, or None."""
-    lowered = device_name.lower()
-    return next(
-        (soc for soc, name in DEVICE_NAMES.items() if lowered.startswith(name.lower())), None
-    )
+    given = device_name.lower()
+    return next((soc for soc, name in DEVICE_NAMES.items() if given.startswith(name.lower())), None)
 
 
 def device_name() -> str | None:

@@ -114,9 +114,8 @@ class ElasticBuffer:
         self.allow_multiple_reduction = allow_multiple_reduction
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.explicitly_destroy = explicitly_destroy
-        self.num_allocated_qps = num_allocated_qps or (
-            _QPS_HYBRID if allow_hybrid_mode else _QPS_DIRECT
-        )
+        most_qps = _QPS_HYBRID if allow_hybrid_mode else _QPS_DIRECT
+        self.num_allocated_qps = num_allocated_qps or most_qps
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()

@@ -65,9 +65,8 @@ def collect_rows(
     Collective: no.   Allocates nothing.   Host sync: none.
     """
     peers, layout = exchange.peers, exchange.peers.layout
-    form = CopyForm(
-        *(0 if each is None else each.shape[1] * each.itemsize for each in (out, scales))
-    )
+    sizes = [0 if each is None else each.shape[1] * each.itemsize for each in (out, scales)]
+    form = CopyForm(*sizes)
     launch = exchange.launches.get(form) or exchange.prepare(program_of, form, _Arguments)
     arguments = _Arguments.from_buffer_copy(launch.arguments)
     begin = peers.own_address + layout.buffer_offset(buffer_index)

@@ -198,9 +198,8 @@ def dispatch_rows(
         arguments.has_row_budget = received.has_row_budget
         arguments.is_compact = received.is_compact
         if received.row_topk is not None:
-            arguments.row_ids, arguments.row_weights = (
-                each.data_ptr() for each in received.row_topk
-            )
+            row_ids, row_weights = received.row_topk
+            arguments.row_ids, arguments.row_weights = row_ids.data_ptr(), row_weights.data_ptr()
         arguments.wanted_tokens = wanted_tokens
         arguments.status = status
         if totals is not None:

@@ -96,9 +96,8 @@ def load_kernel(program: Program, device: torch.device) -> LoadedKernel:
     capability = compute_capability(device)
     if capability is None:
         raise CudaError(f"{program.entry}: the kernel is for {device}, expected cuda")
-    cubin = compile_to_cubin(
-        program.source(), arch="sm_{}{}".format(*capability), name=program.files[-1]
-    )
+    arch = "sm_{}{}".format(*capability)
+    cubin = compile_to_cubin(program.source(), arch=arch, name=program.files[-1])
     with torch.cuda.device(device):
         return CudaModule(cubin).kernel(
             program.entry,

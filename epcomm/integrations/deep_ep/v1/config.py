@@ -41,7 +41,6 @@ class Config:
         # handles.
         self.num_channels = max(num_sms // 2, 1)
         self._nvl_recv_tokens = nvl[1]
-        self._rdma_recv_tokens = rdma[1]
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Return num_nvl_bytes of V1 for any top-k and any scales up to 128 of each."""

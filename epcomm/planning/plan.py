@@ -73,11 +73,13 @@ def plan(
         chosen = replace(chosen, rests_on=found.rests_on.get(chosen.runner or "", ""))
     elif config.runner != "auto":
         chosen = _map_phases(chosen, partial(_aligned, runner=config.runner))
+    if group is None:
+        return chosen
     for purpose, phase in chosen.phases().items():
         runner = [] if chosen.runner is None else [f"runner {chosen.runner}"]
         text = "; ".join([*phase.facts(phase=purpose), *runner])
         # Once for all layers of a group that are served alike.
-        if group is not None and group.is_news(text):
+        if group.is_news(text):
             _logger.info("%s: %s", group.where, text)
     return chosen
 

@@ -53,9 +53,7 @@ def table_of(load: ExpertLoad) -> Table:
         most = max(range(len(total)), key=lambda e: total[e]) if sum(total) else "-"
         table.add_row(
             layer,
-            str(len(windows)),
-            str(sum(total)),
-            str(most),
+            *map(str, (len(windows), sum(total), most)),
             f"{imbalance_of(total):.2f}",
             _imbalance_of_ranks(total, load.num_ranks),
         )

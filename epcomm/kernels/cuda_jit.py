@@ -209,10 +209,7 @@ def byte_matrix_map(
         (c_uint64 * 1)(num_columns if row_bytes is None else row_bytes),
         (c_uint32 * 2)(box_columns, box_rows),
         (c_uint32 * 2)(1, 1),
-        _NO_INTERLEAVE,
-        _SWIZZLE_128B,
-        _PROMOTE_L2_256B,
-        _FILL_WITH_ZEROS,
+        *(_NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_L2_256B, _FILL_WITH_ZEROS),
     )
     _check_driver(status, "cuTensorMapEncodeTiled")
     return found

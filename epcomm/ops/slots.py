@@ -499,7 +499,7 @@ def _silence_beta_warning() -> None:
     """Make a first CSR matrix, at which torch warns once in a process that they are in beta."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        torch.zeros(1, 1, device="cpu").to_sparse_csr()
+        torch.zeros(1, 1, dtype=torch.float32, device="cpu").to_sparse_csr()
 
 
 def _whole_rows(rows: Tensor) -> Tensor:

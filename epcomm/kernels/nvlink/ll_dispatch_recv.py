@@ -321,18 +321,8 @@ def _receive_dispatch_kernel(
     metadata_at += row.to(tl.int64) * (c.K_LANES * LINE_BYTES)
 
     is_lost = _await_headers(
-        peers,
-        headers_ptr,
-        count_lines_ptr,
-        metadata_at,
-        k,
-        is_source,
-        is_count,
-        is_entry,
-        is_own,
-        token,
-        epoch,
-        c,
+        *(peers, headers_ptr, count_lines_ptr, metadata_at, k, is_source, is_count, is_entry),
+        *(is_own, token, epoch, c),
     )
 
     # All words of the lines are loaded together.
@@ -486,16 +476,9 @@ def receive_dispatch(
             **overlapping(slots_of_row.device),
         )
     # Rows in lines are unpacked by the programs after the indexers.
-    launch(
-        indexers + num_unpackers(layout, num_tokens),
-        row_of_slot,
-        slots_of_row,
-        slot_weights,
-        num_tokens_per_expert,
-        first_slot,
-        batch,
-        int(is_captured),
-    )
+    num_programs = indexers + num_unpackers(layout, num_tokens)
+    tensors = (row_of_slot, slots_of_row, slot_weights, num_tokens_per_expert, first_slot)
+    launch(num_programs, *tensors, batch, int(is_captured))
 
 
 def release_buffer(exchange: LowLatencyExchange) -> None:

@@ -171,16 +171,8 @@ def _send_dispatch_kernel(
         is_header = (program < c.W) & (is_excluded == 0)
         if is_header:
             send_header(
-                peers,
-                ids_ptr,
-                program,
-                epoch,
-                num_tokens,
-                status,
-                c,
-                _COUNTED,
-                False,
-                rows.NEEDS_DISTINCT,
+                *(peers, ids_ptr, program, epoch, num_tokens, status, c),
+                *(_COUNTED, False, rows.NEEDS_DISTINCT),
             )
         num_metadata = 0
         num_others = tl.sum(is_living.to(tl.int32)) - 1
@@ -336,16 +328,5 @@ def send_dispatch(
             **EXACT,
             **overlapping(device),
         )
-    launch(
-        num_programs,
-        hidden_states,
-        scales,
-        topk_ids,
-        topk_weights,
-        is_sent,
-        num_tokens,
-        status,
-        batch,
-        int(is_captured),
-        *strides,
-    )
+    tensors = (hidden_states, scales, topk_ids, topk_weights, is_sent)
+    launch(num_programs, *tensors, num_tokens, status, batch, int(is_captured), *strides)

@@ -77,14 +77,8 @@ def _scatter_tokens_kernel(
         if program % TILES == 0:
             if scales_ptr is not None:
                 _beside(
-                    scales_ptr,
-                    row_scales_ptr,
-                    token,
-                    row,
-                    is_sent,
-                    SCALES_STRIDE,
-                    ROW_SCALES_STRIDE,
-                    SCALES,
+                    *(scales_ptr, row_scales_ptr, token, row, is_sent),
+                    *(SCALES_STRIDE, ROW_SCALES_STRIDE, SCALES),
                 )
             if ids_ptr is not None:
                 _beside(ids_ptr, row_ids_ptr, token, row, is_sent, K, ROW_IDS_STRIDE, K)

@@ -79,13 +79,8 @@ class LivingRanks:
         world_size = len(self._table)
         with on_device(self._table.device):
             _barrier_kernel[(1,)](
-                self._table,
-                self.excluded,
-                self._missing,
-                self._address,
-                self._rank,
-                self._num_barriers,
-                max_polls,
+                *(self._table, self.excluded, self._missing, self._address, self._rank),
+                *(self._num_barriers, max_polls),
                 W=world_size,
                 W_LANES=next_power_of_two(world_size),
                 num_warps=1,  # pyright: ignore[reportCallIssue]

@@ -203,14 +203,8 @@ def _unpack_tokens(
                 slots = k
                 if slabs.data is not None:
                     slots, missing = _slots_of_token(  # pyright: ignore[reportGeneralTypeIssues]
-                        peers,
-                        source,
-                        metadata_at + each * (c.K_LANES * LINE_BYTES),
-                        is_row[each],
-                        epoch,
-                        c,
-                        index,
-                        THREADS,
+                        *(peers, source, metadata_at + each * (c.K_LANES * LINE_BYTES)),
+                        *(is_row[each], epoch, c, index, THREADS),
                     )
                     # That wait was as long as any: it is not begun again.
                     polls_left = tl.where(missing != 0, 0, looks.polls_left)

@@ -8,6 +8,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeGuard, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from epcomm.buffers.base import Backend, Buffer, ExcludesRanks, ReturnsSlots
 from epcomm.buffers.traffic import BufferTraffic
@@ -20,9 +22,7 @@ from epcomm.registry import buffer_class, fused_class
 from epcomm.spec import BufferSpec, HostLayout
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from mpi4py import MPI
-    from torch.distributed.device_mesh import DeviceMesh
 
     from epcomm.buffers.fused import FusedBackend
 
@@ -68,8 +68,6 @@ class EPGroup:
             ConfigError: this rank is not a member, a mesh has more dimensions, there is no default
                 process group, or the argument has another type.
         """
-        from torch.distributed.device_mesh import DeviceMesh
-
         mesh = ranks if isinstance(ranks, DeviceMesh) else None
         self.collectives = _collectives_of(ranks)
         # A mesh of hosts may have its ranks in another order than the process group.
@@ -99,8 +97,6 @@ class EPGroup:
 
         is_ours = self._owns_collectives and isinstance(self.collectives, TorchDistCollectives)
         if self._mesh is None and is_ours:
-            from torch.distributed.device_mesh import DeviceMesh
-
             group = self.collectives.process_group
             assert group is not None, "its collectives are those of a process group"
             self._mesh = DeviceMesh.from_group(group, self.device.type)
@@ -263,9 +259,6 @@ class EPGroup:
 
 
 def _collectives_of(ranks: object) -> Collectives:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
     from epcomm.collectives.torch_dist import TorchDistCollectives
 
     if isinstance(ranks, Collectives):
@@ -298,8 +291,6 @@ def _collectives_of(ranks: object) -> Collectives:
 
 
 def _process_group_of(mesh: DeviceMesh) -> object:
-    import torch.distributed as dist
-
     if mesh.ndim not in (1, _NUM_HOST_DIMENSIONS):
         raise ConfigError(
             f"EPGroup: the DeviceMesh has {mesh.ndim} dimensions, expected 1, or 2 (hosts and "

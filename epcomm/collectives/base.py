@@ -6,16 +6,14 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from epcomm.collectives.bounded import DEFAULT_TIMEOUT_S, BoundedWait
 from epcomm.errors import BackendUnavailable, ConfigError, RankNames, ShapeError, grouped
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 Scalar = str | int | float | bool | None
 

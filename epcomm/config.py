@@ -237,8 +237,7 @@ class EPConfig:
                 f"EPConfig.from_file: {path.name} does not end in one of {endings}; rename or "
                 "convert it"
             )
-        values = _read_values(path)
-        return cls.from_mapping(values, source=path.name)
+        return cls.from_mapping(_read_values(path), source=path.name)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> EPConfig:

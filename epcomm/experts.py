@@ -181,8 +181,7 @@ class ExpertParallelExperts(nn.Module):
                 computed.add(place)
             held.append(tensor)
         if not self._local.knows(held):
-            shares_tokens = self.config.replicated or self.group.world_size == 1
-            check_fsdp(self, shares_tokens=shares_tokens)
+            check_fsdp(self, shares_tokens=self.config.replicated or self.group.world_size == 1)
             self._local.read(held)
         return self._local.of(held, computed)
 
@@ -360,8 +359,7 @@ class ExpertParallelExperts(nn.Module):
             return
         # A device that has failed may be unable to send the report too.
         with suppress(EPError, RuntimeError):
-            error = unready_error(problem, self.group.where)
-            self.path.phases.any_of(decode=decode).refuse(error)
+            self.path.phases.any_of(decode=decode).refuse(unready_error(problem, self.group.where))
 
     def idle(self, carry: Tensor) -> Tensor:
         """Take part in a call without tokens; see ExpertParallelLayer.idle."""

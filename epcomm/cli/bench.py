@@ -188,8 +188,7 @@ def _ranks_to_start(ranks: int | None) -> int | None:
 def bench_on_rank(options: BenchOptions, shown_as: ReportOptions) -> int:
     """Run on one rank of the default process group; rank 0 prints and writes. Collective: yes."""
     is_first = dist.get_rank() == 0
-    console = Console(stderr=True, quiet=not is_first)
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=Console(stderr=True, quiet=not is_first), transient=True) as progress:
         num_rounds = len(options.tokens) * options.iterations * max(1, len(options.weights))
         task = progress.add_task("checking", total=num_rounds)
 

@@ -81,8 +81,7 @@ class RankOptions:
             raise ConfigError(
                 f"epcomm plan: --device is {self.device!r}, expected one of {[*DEVICES]}"
             )
-        package = DEEP_EP_OF_BACKEND.get(config.backend)
-        machine = replace(DEVICES[self.device], deep_ep=package)
+        machine = replace(DEVICES[self.device], deep_ep=DEEP_EP_OF_BACKEND.get(config.backend))
         if self.hosts is None:
             return machine
         return replace(machine, ranks_per_host=self._ranks_per_host(self.hosts))
@@ -173,8 +172,7 @@ def plan_command(
         model, weights = _layer_of(layer, in_file)
         settings = config.read()
         # The options and the file have the experts of the model, and a plan has all physical ones.
-        num_physical = model.num_experts + (settings.redundant_experts or 0)
-        spec = replace(model, num_experts=num_physical)
+        spec = replace(model, num_experts=model.num_experts + (settings.redundant_experts or 0))
         assumed = ranks.assumed(settings)
         chosen = plan(
             settings,

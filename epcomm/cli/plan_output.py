@@ -86,8 +86,7 @@ def _rebalance(
     tensors = weights.tensors()
     memory = MoveMemory.of(tensors, num_physical=spec.num_experts, num_ranks=num_ranks)
     expert = sum(each[0].numel() * each.element_size() for each in tensors.values())
-    redundant_bytes = config.redundant_experts * expert // num_ranks
-    return {"redundant_bytes": redundant_bytes, **asdict(memory)}
+    return {"redundant_bytes": config.redundant_experts * expert // num_ranks, **asdict(memory)}
 
 
 def text_of(chosen: EPPlan, record: Mapping[str, Any], model_type: str | None) -> str:

@@ -169,8 +169,7 @@ class StoreReports:
 
         Return False if an earlier call still waits for the store.
         """
-        is_waiting = self._thread is not None and self._thread.is_alive()
-        if self._is_lost or is_waiting:
+        if self._is_lost or (self._thread is not None and self._thread.is_alive()):
             return False
 
         def ask() -> None:

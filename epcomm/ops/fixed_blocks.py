@@ -139,8 +139,7 @@ class Blocks(FixedShapes):
         fitting = [size for size in BLOCK_SIZES if size * gate_up.shape[1] <= _ONE_THREAD]
         most = fitting[0] if fitting else BLOCK_SIZES[-1]
         part_sizes = [min(size, most) for size in self.sizes for _ in range(max(1, size // most))]
-        parts = gate_up.split(part_sizes)
-        return torch.cat([activate(part, expert_format) for part in parts])
+        return torch.cat([activate(part, expert_format) for part in gate_up.split(part_sizes)])
 
     def sum_products(self, rows: Tensor, other: Tensor, like: Tensor) -> Tensor:
         sums = torch.zeros_like(like)

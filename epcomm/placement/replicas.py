@@ -90,9 +90,8 @@ class ReplicaTables:
         table, replicas = self._in_turn, placement.replicas_for(self._rank)
         width = table.replicas.shape[1]
         rows = [(*copies, *[-1] * (width - len(copies))) for copies in replicas]
-        numbers = [len(copies) for copies in replicas]
         table.replicas.copy_(torch.tensor(rows, device="cpu"))
-        table.num_replicas.copy_(torch.tensor(numbers, device="cpu"))
+        table.num_replicas.copy_(torch.tensor([len(copies) for copies in replicas], device="cpu"))
         self.logical_of_physical.copy_(torch.tensor(placement.physical_to_logical, device="cpu"))
 
     def choose(self, topk: TopKOutput) -> TopKOutput:

@@ -134,14 +134,13 @@ def _plan_phase(
     # With gradients the runner applies the weights, so that combine saves no rows. With sum_groups
     # the weighted results must not be rounded before they are summed.
     by_runner = caps.trainable and config.sum_groups is None
-    applied_by = WeightsAppliedBy.RUNNER if by_runner else WeightsAppliedBy.COMBINE
     return PhasePlan(
         mode=mode,
         backend=kind.name,
         buffer=buffer,
         buffer_spec=spec,
         caps=caps,
-        weights_applied_by=applied_by,
+        weights_applied_by=WeightsAppliedBy.RUNNER if by_runner else WeightsAppliedBy.COMBINE,
         world_size=ranks.world_size,
         rejected=_rejected_backends(verdicts),
         chosen_by=order.reason_for(kind.name),
@@ -215,8 +214,7 @@ def _read_by(phase: PhasePlan, runner: str, weights: ExpertTensors) -> PhasePlan
     """Return the phase with slots aligned and scales laid out as a runner reads them."""
     readings = runner_class(runner).readings(weights, phase.caps.layout)
     layouts = {reading.format: reading.scale_layout for reading in readings}
-    layout = layouts[phase.buffer_spec.dispatch_format]
-    return replace(_aligned(phase, runner), scale_layout=layout)
+    return replace(_aligned(phase, runner), scale_layout=layouts[phase.buffer_spec.dispatch_format])
 
 
 def _map_phases(chosen: EPPlan, change: Callable[[PhasePlan], PhasePlan]) -> EPPlan:

@@ -44,8 +44,7 @@ def routes_from_vllm(
         ShapeError: not three dimensions, or more tokens than the sequence has.
     """
     if isinstance(routed_experts, str):
-        file = io.BytesIO(base64.b64decode(routed_experts))
-        routed_experts = np.load(file, allow_pickle=False)
+        routed_experts = np.load(io.BytesIO(base64.b64decode(routed_experts)), allow_pickle=False)
     found = torch.from_numpy(np.asarray(routed_experts).astype(np.int64))
     return _in_sequence("routes_from_vllm", found, num_tokens, prompt_start)
 

@@ -101,8 +101,7 @@ def weigh_chosen(
 
     Local.   Host sync: none.
     """
-    scores = score_all(logits, spec, correction_bias)
-    return _weigh(scores.gather(1, topk_ids), spec, is_weightless)
+    return _weigh(score_all(logits, spec, correction_bias).gather(1, topk_ids), spec, is_weightless)
 
 
 def score_all(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> Tensor:

@@ -602,8 +602,7 @@ def _check_batches_in_flight(trial: _Trial, most: int) -> None:
     for each in dispatched:
         each.check_slots()
     dispatched.append(trial.dispatch(most))
-    error = _raised(dispatched[0].finish)
-    trial.env.expect_error(error, HandleError, f"{most} may be in flight")
+    trial.env.expect_error(_raised(dispatched[0].finish), HandleError, f"{most} may be in flight")
     if trial.env.is_static:
         # check() also raises the refusal of this rank.
         _raised(trial.buffer.check)
@@ -657,8 +656,7 @@ def check_repeated_ids(env: BufferEnv) -> None:
         return
     trial = _Trial.open(env, crowded, raises=True)
     for _ in range(2):
-        call = make_call(trial.own_batch())
-        trial.expect_fault(call, CapacityError, f"up to {required} slots")
+        trial.expect_fault(make_call(trial.own_batch()), CapacityError, f"up to {required} slots")
     check_batch(env, spec)
 
 

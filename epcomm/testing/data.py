@@ -129,8 +129,7 @@ def random_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.G
 def holed_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
     """Choose distinct uniform ids, about half replaced by -1; the first token has only -1."""
     ids = random_ids(num_tokens, top_k, num_experts, generator)
-    draws = torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu")
-    ids[draws < 0.5] = -1
+    ids[torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.5] = -1
     ids[:1] = -1
     return ids
 
@@ -140,8 +139,7 @@ def repeated_ids(
 ) -> Tensor:
     """Choose uniform ids; about half repeat the previous entry; the first token has one id."""
     ids = random_ids(num_tokens, top_k, num_experts, generator)
-    draws = torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu")
-    repeats = draws < 0.5
+    repeats = torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.5
     repeats[:1] = True
     for k in range(1, ids.shape[1]):
         ids[:, k] = torch.where(repeats[:, k], ids[:, k - 1], ids[:, k])

@@ -120,8 +120,7 @@ class LayerEnv(SuiteEnv):
         )
         if not self.is_w8a8:
             return weights
-        carried = Int8ChannelWeights.from_unquantized(weights).dequantized()
-        return replace(weights, **carried)
+        return replace(weights, **Int8ChannelWeights.from_unquantized(weights).dequantized())
 
 
 def pipeline_env(

@@ -44,8 +44,7 @@ def run_oracle(batches: Sequence[RankBatch], weights: ExpertWeights) -> OracleRe
         ys.append(y)
         loss = loss + (y * batch.dy.double()).sum()
     wanted = {name: param for name, param in params.items() if param.requires_grad}
-    inputs = [*xs, *ws, *wanted.values()]
-    grads = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    grads = torch.autograd.grad(loss, [*xs, *ws, *wanted.values()], materialize_grads=True)
     count = len(batches)
     return OracleResult(
         y=[y.detach() for y in ys],
@@ -89,8 +88,7 @@ def _dense_layer(
     hidden = torch.einsum(first_eq, x_TH, params["gate_up_proj"])
     if "gate_up_bias" in params:
         hidden = hidden + params["gate_up_bias"][:, None, :]
-    activated = _activated(hidden, weights)
-    results_ETH = torch.einsum(second_eq, activated, params["down_proj"])
+    results_ETH = torch.einsum(second_eq, _activated(hidden, weights), params["down_proj"])
     if "down_bias" in params:
         results_ETH = results_ETH + params["down_bias"][:, None, :]
     return torch.einsum("te,eth->th", table_TE, results_ETH)

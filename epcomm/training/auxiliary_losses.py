@@ -57,8 +57,7 @@ def router_probabilities(logits: Tensor, routing: RoutingSpec) -> Tensor:
     scores = score_all(logits, unbiased, None)
     if routing.score_function is ScoreFunction.SOFTMAX:
         return scores
-    tiny = torch.finfo(scores.dtype).tiny
-    return scores / scores.sum(dim=-1, keepdim=True).clamp(min=tiny)
+    return scores / scores.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def load_balancing_loss(

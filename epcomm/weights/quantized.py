@@ -249,8 +249,7 @@ class Int8ChannelWeights(QuantizedWeights):
     @classmethod
     def _quantize(cls, matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
         # This profile has no scale of 0.
-        profile = Int8Profile.RINT127EPS
-        wire = quantize(matrices.float(), INT8_PER_TOKEN, profile=profile)
+        wire = quantize(matrices.float(), INT8_PER_TOKEN, profile=Int8Profile.RINT127EPS)
         assert wire.scales is not None, "quantised formats have scales"
         return wire.data, wire.scales.squeeze(-1)
 

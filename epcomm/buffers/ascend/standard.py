@@ -71,8 +71,7 @@ class AscendStandardBuffer(AllGatherBuffer):
     def probe(cls, machine: Machine) -> Availability:
         (device_type,) = device_types()
         missing = [name for name in _OPERATORS if not has_kernel(name, device_type)]
-        names = ", ".join(missing)
-        reason = f"{names} not on {device_type}; import torch_npu before epcomm plans"
+        reason = f"{', '.join(missing)} not on {device_type}; import torch_npu before epcomm plans"
         return Availability.judge(absent=[reason] if missing else [], needs=NEEDS)
 
     @classmethod
@@ -208,8 +207,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         assert slot_weights is None, "weights do not travel to the slots"
         assert row_scalars is None, "there is no backward"
         sums = self._add_up(rows, exchange_plan)
-        returned = self._send_sums(sums, exchange_plan, CallKind.COMBINE)
-        return sum_parts(returned, sums.dtype), None
+        return sum_parts(self._send_sums(sums, exchange_plan, CallKind.COMBINE), sums.dtype), None
 
     def _add_up(self, rows: Tensor, exchange_plan: AscendStandardExchangePlan) -> Tensor:
         """Return this rank's part of y for each gathered token, [W * max T, H]; rows: [C, H]."""

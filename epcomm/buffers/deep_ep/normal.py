@@ -200,8 +200,7 @@ class DeepEPBuffer(VendorCalls, Buffer, Generic[HandleT]):
         local_ids = torch.where(has_failed, -1, received.local_ids)
         counts = count_experts(local_ids, num_local)
         index = build_slot_index(local_ids, counts, self._max_slots, expert_alignment=alignment)
-        flags = assume_all_need_grad(call.flags)
-        return self._dispatched(ids, received, index, flags, has_failed)
+        return self._dispatched(ids, received, index, assume_all_need_grad(call.flags), has_failed)
 
     def _exchange(self, call: DispatchCall, ids: Tensor) -> ReceivedBatch:
         rows = as_argument(wire_tensor_of(call, self._spec.dispatch_format))

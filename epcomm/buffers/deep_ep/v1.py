@@ -49,8 +49,7 @@ class DeepEPV1Buffer(DeepEPBuffer[LegacyHandle]):
         if spec.hidden_size > _MAX_HIDDEN:
             reasons.append(f"hidden_size is {spec.hidden_size}, at most {_MAX_HIDDEN}")
         if world_size not in _WORLD_SIZES:
-            sizes = ", ".join(map(str, _WORLD_SIZES))
-            reasons.append(f"serves {sizes} ranks, not {world_size}")
+            reasons.append(f"serves {', '.join(map(str, _WORLD_SIZES))} ranks, not {world_size}")
         if spec.num_local_experts > _MAX_LOCAL_EXPERTS:
             reasons.append(f"has at most {_MAX_LOCAL_EXPERTS} experts a rank")
         if cls.is_static and world_size > MAX_NVLINK_RANKS:

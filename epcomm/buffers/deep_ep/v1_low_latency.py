@@ -285,7 +285,6 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         )
         sent = count_experts(ids, self._num_experts).view(self._world_size, -1).sum(1)
         # handle[1] is layout_range, [L, W]: the first row of each rank and the number of its rows.
-        from_rank = (handle[1] & 0xFFFFFFFF).sum(0)
         exchange_plan = LowLatencyExchangePlan(
             num_tokens=ids.shape[0],
             num_rows=self._max_slots,
@@ -293,7 +292,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             handle=handle,
             topk_ids=ids,
             topk_weights=weights,
-            slots_from_rank=from_rank,
+            slots_from_rank=(handle[1] & 0xFFFFFFFF).sum(0),
             has_failed=has_failed,
             batch=batch,
         )

@@ -187,8 +187,7 @@ class DeepEPV2LowLatencyBuffer(DeepEPV2StaticBuffer):
             first_slot=starts.to(torch.int32),
             expert_alignment=alignment,
         )
-        flags = assume_all_need_grad(call.flags)
-        return self._dispatched(ids, received, index, flags, has_failed)
+        return self._dispatched(ids, received, index, assume_all_need_grad(call.flags), has_failed)
 
 
 def _is_received(handle: ElasticHandle, num_rows: int) -> Tensor:

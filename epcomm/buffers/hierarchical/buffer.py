@@ -191,8 +191,7 @@ class HierarchicalBuffer(Buffer):
             raise
         except EPError as error:
             problem = error
-        mine = {"error": str(problem or "")}
-        found = self._calls.gather_records(mine, phase="open hierarchical")
+        found = self._calls.gather_records({"error": str(problem or "")}, phase="open hierarchical")
         failed = [rank for rank, each in enumerate(found) if each["error"]]
         if problem is not None or failed:
             self.close()

@@ -85,8 +85,7 @@ class Check:
         self, rows: Rows, exchange: RowExchange, plain: Dtypes, quantized: Dtypes
     ) -> None:
         """Require rows of the tokens of an exchange that fit into its memory."""
-        shape = (exchange.num_tokens, exchange.spec.hidden_size)
-        self.rows(rows, shape, plain, quantized)
+        self.rows(rows, (exchange.num_tokens, exchange.spec.hidden_size), plain, quantized)
         if rows.row_bytes > exchange.row_bytes:
             fault = f"x is {rows.x.dtype}, whose rows take {rows.row_bytes} bytes with their scales"
             fault = f"{fault}, expected at most {exchange.row_bytes}, as in the dispatch"
@@ -122,8 +121,7 @@ class Check:
     def recv_stats(self, stats: Tensor | None, num_local: int) -> None:
         """Require counts of the experts of this rank, or None."""
         if stats is not None:
-            name = "cumulative_local_expert_recv_stats"
-            self.tensor(name, stats, (num_local,), (torch.int32,))
+            self.tensor("cumulative_local_expert_recv_stats", stats, (num_local,), (torch.int32,))
 
     def biases(self, bias: XTensors | None, exchange: RowExchange) -> tuple[Tensor, ...]:
         """Require none, one or two tensors that the sums of an exchange begin with; return them."""

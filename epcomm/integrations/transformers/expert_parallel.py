@@ -292,8 +292,7 @@ class ExpertsBridge:
         # A call that backward repeats has already been counted.
         if self.load_table is not None and torch._C._current_graph_task_id() == -1:
             count_load(topk.topk_ids, self.load_table)
-        phases = self._phases_for(hidden_states, topk)
-        dispatcher = phases.of_phase(decode=self.is_decoding)
+        dispatcher = self._phases_for(hidden_states, topk).of_phase(decode=self.is_decoding)
         trained = {name: p.requires_grad for name, p in self._experts.named_parameters()}
         out = dispatcher.dispatch(hidden_states, topk, experts_need_grad=trained)
         y = dispatcher.combine(out.combine_input(self._run(out)))

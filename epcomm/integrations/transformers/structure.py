@@ -239,8 +239,7 @@ def _bias_of_router(block: nn.Module, names: Mapping[str, str]) -> dict[str, str
 def _check_takes(module: nn.Module, num_inputs: int, *, extra: Iterable[str] = ()) -> None:
     """Raise ConfigError unless forward takes num_inputs arguments, and otherwise only `extra`."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    further = sorted(set(names[num_inputs:]) - set(extra))
-    if len(names) < num_inputs or further:
+    if len(names) < num_inputs or set(names[num_inputs:]) - set(extra):
         raise refusal(
             f"{_kind(module)} is called with ({', '.join(names)})",
             f"{num_inputs} argument{'' if num_inputs == 1 else 's'}",

@@ -15,7 +15,6 @@ def has_kernel(name: str, device: torch.device | str) -> bool:
     """
     key = _DISPATCH_KEYS.get(device if isinstance(device, str) else device.type)
     operator = f"npu::{name}"
-    is_defined = bool(torch._C._jit_get_schemas_for_operator(operator))
-    if key is None or not is_defined:
+    if key is None or not torch._C._jit_get_schemas_for_operator(operator):
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)

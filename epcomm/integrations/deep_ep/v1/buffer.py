@@ -313,8 +313,7 @@ class Buffer:
             biases = check.biases(bias, exchange)
         except EPError as error:
             refuse_along(self._ranks, Service.NORMAL, error, exchange, num_combines=1)
-        has_weights = topk_weights is not None
-        announce_along(self._ranks, exchange, "combine", x, has_weights=has_weights)
+        announce_along(self._ranks, exchange, "combine", x, has_weights=topk_weights is not None)
         with self._comm_stream.call(x.device, previous_event, is_async=async_finish) as call:
             combined, weights = return_rows(exchange, x, topk_weights, sum_of_biases(biases))
             event = call.event([x, topk_weights, *biases, combined, weights])
@@ -457,8 +456,7 @@ class Buffer:
             if out is not None:
                 check.tensor("out", out, (num_tokens, x.shape[2]), _BFLOAT16)
         except EPError as error:
-            exchange = handle.exchange
-            refuse_along(self._ranks, Service.LOW_LATENCY, error, exchange, num_combines=1)
+            refuse_along(self._ranks, Service.LOW_LATENCY, error, handle.exchange, num_combines=1)
         with self._comm_stream.call(x.device, is_async=async_finish) as call:
             combined, receive = self._low_latency.combine(handle, x, topk_weights, out)
             if not return_recv_hook:

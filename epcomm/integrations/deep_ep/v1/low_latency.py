@@ -114,8 +114,7 @@ class LowLatencyHandle(Uncopied, tuple[Tensor, Tensor, int, int, int]):
         """Make the handle of a batch; sources: src_info and layout_range."""
         num_local, hidden_size = spec.num_local_experts, spec.hidden_size
         assert spec.max_tokens_per_rank is not None, "low latency has a limit"
-        sizes = (spec.max_tokens_per_rank, hidden_size, num_local * ranks.size)
-        handle = cls((*sources, *sizes))
+        handle = cls((*sources, spec.max_tokens_per_rank, hidden_size, num_local * ranks.size))
         handle.ranks, handle.num_tokens, handle.spec = ranks, num_tokens, spec
         handle.slab_shape = (num_local, ranks.size * spec.max_tokens_per_rank, hidden_size)
         return handle
@@ -230,8 +229,7 @@ def _column_major(
 ) -> Tensor:
     """Return memory for scales [L, W * M, S]: a GEMM reads those of neighbouring rows together."""
     num_local, capacity, num_scales = shape
-    memory = torch.empty(num_local, num_scales, capacity, dtype=dtype, device=device)
-    return memory.transpose(1, 2)
+    return torch.empty(num_local, num_scales, capacity, dtype=dtype, device=device).transpose(1, 2)
 
 
 def _dispatch_pairs(check: Check, x: Tensor, topk_ids: Tensor, spec: BufferSpec) -> ReceivedSlabs:

@@ -115,14 +115,13 @@ class DispatchRequest:
         words, has_slot_weights = sources.view(torch.float32).expand_as(topk_idx), False
         if weights is not None and self.do_expand:
             words, has_slot_weights = weights, True
-        num_sms = self.num_sms or None
         received = dispatch_rows(
             ranks,
             self.service,
             self.rows,
             (topk_idx, words),
             spec,
-            num_sms=num_sms,
+            num_sms=self.num_sms or None,
             options=options,
         )
         if has_slot_weights:

@@ -44,10 +44,8 @@ def as_argument(wire: WireTensor) -> Rows:
     """Return rows as dispatch() of deep_ep takes them; an int32 holds four power-of-two scales."""
     if wire.scales is None:
         return wire.data.contiguous()
-    scales = wire.scales
-    if scales.dtype == torch.float8_e8m0fnu:
-        scales = pack_scales(scales)
-    return wire.data.contiguous(), scales
+    has_exponents = wire.scales.dtype == torch.float8_e8m0fnu
+    return wire.data.contiguous(), pack_scales(wire.scales) if has_exponents else wire.scales
 
 
 def weights_argument(weights: Tensor) -> Tensor:

@@ -47,9 +47,8 @@ def to_nz(matrices: Tensor) -> Tensor:
         return matrices
     cast = torch.ops.npu.npu_format_cast(matrices.detach().contiguous(), ACL_FORMAT_NZ)
     # The setting cannot be read and the device only warns, so the result is checked.
-    found = ACL_FORMAT_NZ
-    if has_kernel(_FORMAT, cast.device):
-        found = torch.ops.npu.get_npu_format(cast)
+    is_known = has_kernel(_FORMAT, cast.device)
+    found = torch.ops.npu.get_npu_format(cast) if is_known else ACL_FORMAT_NZ
     if found != ACL_FORMAT_NZ:
         raise ConfigError(
             f"to_nz: weights on {cast.device} have format {found}, expected {ACL_FORMAT_NZ} (NZ); "

@@ -304,14 +304,8 @@ def _expect(name: str, value: object, is_valid: bool, expected: str) -> None:
 
 
 _OPTIONAL_SIZES = (
-    "max_tokens_per_rank",
-    "max_recv_slots",
-    "num_sms",
-    "product_sms",
-    "batches_in_flight",
-    "sum_groups",
-    "block_tokens",
-    "chunks",
+    *("max_tokens_per_rank", "max_recv_slots", "num_sms", "product_sms", "batches_in_flight"),
+    *("sum_groups", "block_tokens", "chunks"),
 )
 _PARSERS = {**dict.fromkeys(_OPTIONAL_SIZES, int), "redundant_experts": int, "timeout_s": float}
 _SWITCHES = (

@@ -16,20 +16,12 @@ from epcomm.types import MAX_SIZE, is_size
 # intermediate_size is theirs.
 _NAMES = {
     "num_experts": (
-        "num_local_experts",
-        "num_experts",
-        "n_routed_experts",
-        "moe_num_experts",
+        *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
         "num_moe_experts",
     ),
     "top_k": (
-        "num_experts_per_tok",
-        "num_experts_per_token",
-        "moe_k",
-        "moe_topk",
-        "moe_top_k",
-        "top_k_experts",
-        "experts_per_token",
+        *("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"),
+        *("top_k_experts", "experts_per_token"),
     ),
     "hidden_size": ("hidden_size", "d_model"),
     "intermediate_size": (

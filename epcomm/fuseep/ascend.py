@@ -49,15 +49,8 @@ _MODE_2_ELEMENT_BYTES, _MODE_2_EXTRA_BYTES = 3, 10 * 2**20
 _CALLS: Mapping[str, Sequence[str]] = {
     "__init__": ("group", "low_latency_mode"),
     "fused_deep_moe": (
-        "x",
-        "topk_idx",
-        "topk_weights",
-        "gmm1_permuted_weight",
-        "gmm1_permuted_weight_scale",
-        "gmm2_weight",
-        "gmm2_weight_scale",
-        "num_max_dispatch_tokens_per_rank",
-        "num_experts",
+        *("x", "topk_idx", "topk_weights", "gmm1_permuted_weight", "gmm1_permuted_weight_scale"),
+        *("gmm2_weight", "gmm2_weight_scale", "num_max_dispatch_tokens_per_rank", "num_experts"),
         "fuse_mode",
     ),
 }

@@ -245,12 +245,8 @@ class AscendNormalBuffer(AscendBuffer):
         "__init__": ("group",),
         "get_dispatch_layout": ("topk_idx", "num_experts"),
         "dispatch": (
-            "x",
-            "num_tokens_per_rank",
-            "is_token_in_rank",
-            "num_tokens_per_expert",
-            "topk_idx",
-            "topk_weights",
+            *("x", "num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert"),
+            *("topk_idx", "topk_weights"),
         ),
         "combine": ("x", "handle"),
     }

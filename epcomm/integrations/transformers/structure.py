@@ -47,17 +47,8 @@ _ROUTER_BIASES = ("e_score_correction_bias", "moe_statics.e_score_correction_bia
 # Attributes that repeat sizes, or facts that the parts themselves show.
 _SIZES = frozenset(
     {
-        "config",
-        "ffn_dim",
-        "hidden_dim",
-        "hidden_size",
-        "input_size",
-        "intermediate_dim",
-        "intermediate_size",
-        "layer_idx",
-        "num_experts",
-        "num_shared_experts",
-        "expert_dim",
+        *("config", "ffn_dim", "hidden_dim", "hidden_size", "input_size", "intermediate_dim"),
+        *("intermediate_size", "layer_idx", "num_experts", "num_shared_experts", "expert_dim"),
         "top_k",
         # The probe observes how the block calls its router.
         "is_hash",

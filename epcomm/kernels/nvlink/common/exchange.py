@@ -22,18 +22,8 @@ POLL_BITS = 20
 # Integers that change from call to call, by their names in kernels: one compiled variant serves
 # all.
 VARYING = (
-    "own_address",
-    "buffer_address",
-    "flags_address",
-    "rank",
-    "number",
-    "num_tokens",
-    "wanted_tokens",
-    "batch",
-    "is_captured",
-    "status",
-    "scales_stride",
-    "scale_stride",
+    *("own_address", "buffer_address", "flags_address", "rank", "number", "num_tokens"),
+    *("wanted_tokens", "batch", "is_captured", "status", "scales_stride", "scale_stride"),
     "max_polls",
 )
 

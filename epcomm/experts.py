@@ -567,11 +567,7 @@ class PipelinePath:
         """Run one batch in a number of chunks, and yield while they are sent; only if begins()."""
         dispatcher, trained = self._enter(weights, decode=decode)
         y, plans = yield from chunks.run(
-            dispatcher,
-            x,
-            topk,
-            weights,
-            self._run_experts,
+            *(dispatcher, x, topk, weights, self._run_experts),
             number=number,
             experts_need_grad=trained,
             meanwhile=meanwhile,

@@ -172,10 +172,7 @@ class PhasePlan:
     def _full_call(self, *, backward: bool) -> BufferTraffic:
         spec = self.buffer_spec
         call = CallShape.most(
-            self._full_tokens,
-            spec.top_k,
-            self.world_size,
-            spec.hosts,
+            *(self._full_tokens, spec.top_k, self.world_size, spec.hosts),
             returned_columns=spec.returned_columns(self.world_size),
         )
         return self.wire_bytes(call, backward=backward)

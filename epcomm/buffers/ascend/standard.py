@@ -216,12 +216,7 @@ class AscendStandardBuffer(AllGatherBuffer):
             return rows.new_zeros(exchange_plan.topk_weights.shape[0], hidden_size)
         return torch.ops.npu.npu_moe_finalize_routing(
             rows.contiguous().view(top_k, num_rows // top_k, hidden_size),
-            None,
-            None,
-            None,
-            exchange_plan.topk_weights,
-            exchange_plan.positions,
-            None,
+            *(None, None, None, exchange_plan.topk_weights, exchange_plan.positions, None),
             drop_pad_mode=_BY_TOKEN_WITH_CAPACITY,
         )
 

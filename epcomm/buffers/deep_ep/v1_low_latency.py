@@ -189,10 +189,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         is_power_of_two = self._spec.dispatch_format.scale_dtype == torch.float8_e8m0fnu
         self._receive_last()
         received, counts, handle, _, receive = self._buffer.low_latency_dispatch(
-            call.unquantized.contiguous(),
-            ids,
-            self._max_tokens,
-            self._num_experts,
+            *(call.unquantized.contiguous(), ids, self._max_tokens, self._num_experts),
             use_fp8=self._spec.dispatch_format.dtype is WireDtype.FP8_E4M3,
             round_scale=is_power_of_two,
             use_ue8m0=is_power_of_two,
@@ -251,9 +248,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         options = {} if self._spec.combine_format is None else {"use_logfmt": True}
         y, _, receive = self._buffer.low_latency_combine(
             rows.contiguous().view(self._spec.num_local_experts, self._expert_capacity, -1),
-            exchange_plan.topk_ids,
-            exchange_plan.topk_weights,
-            exchange_plan.handle,
+            *(exchange_plan.topk_ids, exchange_plan.topk_weights, exchange_plan.handle),
             return_recv_hook=True,
             **options,
         )

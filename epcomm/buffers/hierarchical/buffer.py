@@ -149,10 +149,7 @@ class HierarchicalBuffer(Buffer):
             rows_returned=num_tokens * min(top_k, (call.world_size - num_hosts) * columns),
         )
         outer_call = CallShape.most(
-            num_tokens,
-            top_k,
-            num_hosts,
-            outer.hosts,
+            *(num_tokens, top_k, num_hosts, outer.hosts),
             returned_columns=outer.returned_columns(num_hosts),
         )
         between = HostRowsBuffer.wire_bytes(outer, outer_call, backward=backward)

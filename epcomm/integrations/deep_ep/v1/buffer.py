@@ -368,10 +368,7 @@ class Buffer:
                 fault = "use_ue8m0=True came with round_scale=False, expected round_scale=True"
                 raise check.error(ConfigError, fault, "only powers of two fit into a byte")
             check.spec = spec = slots_spec(
-                x.shape[1],
-                top_k,
-                num_local,
-                most,
+                *(x.shape[1], top_k, num_local, most),
                 use_fp8=use_fp8,
                 round_scale=round_scale,
                 use_ue8m0=use_ue8m0,

@@ -285,10 +285,7 @@ class ElasticBuffer:
                 has_weights = topk_weights is not None
                 refuse_along(ranks, Service.NORMAL, error, exchange, has_weights=has_weights)
             refuse_dispatch(
-                ranks,
-                request.service,
-                error,
-                check.spec,
+                *(ranks, request.service, error, check.spec),
                 has_weights=topk_weights is not None,
                 sums_each_k=do_expand and not self.allow_multiple_reduction,
             )

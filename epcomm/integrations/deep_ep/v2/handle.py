@@ -116,11 +116,7 @@ class DispatchRequest:
         if weights is not None and self.do_expand:
             words, has_slot_weights = weights, True
         received = dispatch_rows(
-            ranks,
-            self.service,
-            self.rows,
-            (topk_idx, words),
-            spec,
+            *(ranks, self.service, self.rows, (topk_idx, words), spec),
             num_sms=self.num_sms or None,
             options=options,
         )

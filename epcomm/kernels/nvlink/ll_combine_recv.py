@@ -244,10 +244,7 @@ def receive_combine(
             columns = max(peers.layout.sum_block, min(_COLUMNS, next_power_of_two(hidden_size)))
             kernel, constants = _receive_combine_kernel, {"num_warps": _WARPS, "COLUMNS": columns}
         launch = exchange.launches[key] = prepare(
-            exchange,
-            kernel,
-            [CHANGES] * (1 + len(terms)),
-            3,
+            *(exchange, kernel, [CHANGES] * (1 + len(terms)), 3),
             HIDDEN=hidden_size,
             **constants,
             **EXACT,

@@ -523,10 +523,7 @@ def send_combine(
     if launch is None:
         columns = min(_SENT_COLUMNS, max(4, layout.sum_block, next_power_of_two(hidden_size)))
         launch = exchange.launches[key] = prepare(
-            exchange,
-            _send_combine_kernel,
-            [CHANGES] * 4,
-            2,
+            *(exchange, _send_combine_kernel, [CHANGES] * 4, 2),
             results=constexprs.constants(
                 constexprs.Results,
                 ROWS_STRIDE=row_stride,

@@ -467,10 +467,7 @@ def receive_dispatch(
             **dict(zip(_SCALE_STRIDES, scale_strides, strict=True)),
         )
         launch = exchange.launches[key] = prepare(
-            exchange,
-            _receive_dispatch_kernel,
-            [*[CHANGES] * 5, slabs],
-            2,
+            *(exchange, _receive_dispatch_kernel, [*[CHANGES] * 5, slabs], 2),
             index=index,
             num_warps=_WARPS,
             **overlapping(slots_of_row.device),

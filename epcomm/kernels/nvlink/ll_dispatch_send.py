@@ -319,10 +319,7 @@ def send_dispatch(
                 "num_warps": _WARPS,
             }
         launch = exchange.launches[key] = prepare(
-            exchange,
-            kernel,
-            [CHANGES] * 5,
-            6,
+            *(exchange, kernel, [CHANGES] * 5, 6),
             rows=rows,
             **constants,
             **EXACT,

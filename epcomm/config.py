@@ -320,9 +320,7 @@ _BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 
 def _parse(name: str, text: str) -> object:
     try:
-        if name in _SWITCHES:
-            return _BOOLEANS[text.lower()]
-        return _PARSERS.get(name, str)(text)
+        return _BOOLEANS[text.lower()] if name in _SWITCHES else _PARSERS.get(name, str)(text)
     except (KeyError, ValueError):
         raise ConfigError(
             f"EPConfig.from_env: {ENVIRONMENT_PREFIX}{name.upper()} is {shown(text)}, which does "

@@ -535,9 +535,7 @@ def pack(rows: Tensor, index: SlotIndex) -> Tensor:
     Padding slots are zero, and their gradient is ignored.
     Host sync: none.
     """
-    if index.row_of_slot is None:
-        return rows
-    return _Pack.apply(rows, index)
+    return rows if index.row_of_slot is None else _Pack.apply(rows, index)
 
 
 @cache
@@ -564,9 +562,7 @@ def row_ops_for(tensor: Tensor) -> TritonRowOps | None:
     """
     if tensor.device.type not in _LOADERS or type(tensor) not in _WITH_DATA:
         return None
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return None
-    return row_ops_of(tensor.device)
+    return None if tensor.requires_grad and torch.is_grad_enabled() else row_ops_of(tensor.device)
 
 
 _WITH_DATA = (Tensor, torch.nn.Parameter)

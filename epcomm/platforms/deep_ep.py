@@ -91,9 +91,7 @@ def find_deep_ep() -> InstalledDeepEP | None:
         # A module in sys.modules without a spec.
         return None
     locations = found.submodule_search_locations if found is not None else None
-    if not locations:
-        return None
-    return deep_ep_in(Path(next(iter(locations))))
+    return deep_ep_in(Path(next(iter(locations)))) if locations else None
 
 
 def deep_ep_in(folder: Path) -> InstalledDeepEP:

@@ -3,10 +3,11 @@
     python -m benchmarks.bench_rows --output rows.json
 
 The rows are those that one of `--ranks` ranks receives when every rank sends `--tokens` tokens with
-random experts. Each kernel is compared with plain torch first, bit by bit, and one that differs is
-not measured. The bytes of a case are those that must be read and written once; `times a copy` is
-its time over that of a copy that reads and writes as many. A pack reads the row of each slot, so
-its bytes are those of a copy of the slots.
+random experts; rows of all tokens, H and I wide and with every bfloat16 number among them, are
+quantised and restored. Each kernel is compared with plain torch first, bit by bit, and one that
+differs is not measured. The bytes of a case are those that must be read and written once;
+`rate over copy` is the time of a copy that reads and writes as many over that of the case. A pack
+reads the row of each slot, so its bytes are those of a copy of the slots.
 """
 
 import sys
@@ -30,6 +31,8 @@ from epcomm.quantization import (
     FP8_POWER_OF_TWO_SCALES,
     INT8_PER_TOKEN,
     Int8Profile,
+    dequantize,
+    dequantizer_for,
     quantize,
     quantizer_for,
 )
@@ -40,6 +43,10 @@ from epcomm.types import WireDtype, WireFormat
 QUANTIZATIONS = {
     "fp8": (FP8_FLOAT32_SCALES, Int8Profile.RINT127),
     "fp8 powers of two": (FP8_POWER_OF_TWO_SCALES, Int8Profile.RINT127),
+    **{
+        name.value: (WireFormat(dtype=name), Int8Profile.RINT127)
+        for name in (WireDtype.MXFP8, WireDtype.MXFP4, WireDtype.NVFP4)
+    },
     **{f"int8 {profile.value}": (INT8_PER_TOKEN, profile) for profile in Int8Profile},
 }
 
@@ -50,6 +57,7 @@ class Sizes:
 
     tokens: Annotated[int, typer.Option(min=1, help="T of each rank.")] = 4096
     hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168
+    inner: Annotated[int, typer.Option(min=1, help="I.")] = 2048
     top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8
     experts: Annotated[int, typer.Option(min=1, help="Of all ranks.")] = 256
     ranks: Annotated[int, typer.Option(min=1, help="W; the rows of one of them.")] = 8
@@ -99,11 +107,11 @@ class Finding:
     fault: str = ""
 
     @property
-    def times_a_copy(self) -> float:
-        """The time of the case over that of a copy of as many bytes."""
+    def rate_over_copy(self) -> float:
+        """The rate of the case over that of a copy of as many bytes."""
         if self.ms is None or self.copy_ms is None:
             return float("nan")
-        return self.ms.p50 / self.copy_ms.p50
+        return self.copy_ms.p50 / self.ms.p50
 
 
 def arrive(sizes: Sizes, wire: WireFormat, device: torch.device) -> Arrived:
@@ -268,11 +276,36 @@ def quantize_case(name: str, x: Tensor) -> Case:
             _same(name, found.view(torch.uint8), wanted.view(torch.uint8))
 
     return Case(
-        name=name,
+        name=f"quantise {name} {x.shape[1]}",
         num_bytes=x.nbytes + out.data.nbytes + out.scales.nbytes,
         call=partial(quantizer, x, wire, profile=profile, out=out),
         check=check,
     )
+
+
+def dequantize_case(name: str, x: Tensor) -> Case:
+    """Restore hidden states [T, H] from one of QUANTIZATIONS, in their dtype."""
+    wire, restore = quantize(x, QUANTIZATIONS[name][0]), dequantizer_for(x.device)
+    assert wire.scales is not None, "quantised formats have scales"
+
+    def check() -> None:
+        found, expected = (_bits(each(wire, x.dtype)) for each in (restore, dequantize))
+        _same(name, found, expected)
+
+    return Case(
+        name=f"dequantise {name} {x.shape[1]}",
+        num_bytes=x.nbytes + wire.data.nbytes + wire.scales.nbytes,
+        call=lambda: restore(wire, x.dtype),
+        check=check,
+    )
+
+
+def rows_with_all_numbers(num_rows: int, width: int, device: torch.device) -> Tensor:
+    """Make random rows [num_rows, width], bfloat16, that begin with as many patterns as fit."""
+    x = torch.randn(num_rows, width, device=device).bfloat16()
+    patterns = torch.arange(2**16, device=device)[: x.numel()].to(torch.int16)
+    x.view(torch.int16).flatten()[: len(patterns)] = patterns
+    return x
 
 
 def cases_of(sizes: Sizes, device: torch.device) -> list[Callable[[], Case]]:
@@ -282,7 +315,14 @@ def cases_of(sizes: Sizes, device: torch.device) -> list[Callable[[], Case]]:
     assert table is not None, "an index over rows"
     most = int(bf16.row_of_rank.max()) + 1
     returned = bf16.results[:most] if most <= bf16.results.shape[0] else bf16.results.repeat(2, 1)
-    x = torch.randn(sizes.tokens, sizes.hidden, device=device).bfloat16()
+    # Restoring does not depend on the profile.
+    restored = [
+        name for name, (_, profile) in QUANTIZATIONS.items() if profile is Int8Profile.RINT127
+    ]
+    widths = [
+        rows_with_all_numbers(sizes.tokens * sizes.ranks, width, device)
+        for width in (sizes.hidden, sizes.inner)
+    ]
     return [
         lambda: pack_case(bf16),
         lambda: pack_case(arrive(sizes, FP8_FLOAT32_SCALES, device)),
@@ -291,7 +331,8 @@ def cases_of(sizes: Sizes, device: torch.device) -> list[Callable[[], Case]]:
         lambda: sums_case("returned rows to tokens", returned, bf16.row_of_rank, None),
         lambda: scatter_case(bf16, sizes),
         lambda: index_case(bf16),
-        *(partial(quantize_case, name, x) for name in QUANTIZATIONS),
+        *(partial(quantize_case, name, x) for x in widths for name in QUANTIZATIONS),
+        *(partial(dequantize_case, name, x) for x in widths for name in restored),
     ]
 
 
@@ -318,13 +359,18 @@ def line_of(finding: Finding) -> str:
         return f"{finding.case}: {finding.fault}"
     return (
         f"{finding.case}, {finding.num_bytes / 1e6:.0f} MB: {finding.ms.p50 * 1e3:.1f} us, p99 "
-        f"{finding.ms.p99 * 1e3:.1f}, {finding.times_a_copy:.2f} times a copy"
+        f"{finding.ms.p99 * 1e3:.1f}, {finding.rate_over_copy:.2f} of a copy's rate"
     )
 
 
 def _indexable(rows: Tensor) -> Tensor:
     """View elements of one byte as uint8, which torch can index."""
     return rows.view(torch.uint8) if rows.itemsize == 1 else rows
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    """View numbers of 16 bits as integers, in which -0 differs from 0 and all NaN are one."""
+    return numbers.masked_fill(numbers.isnan(), torch.nan).view(torch.int16)
 
 
 def _same(name: str, came: Tensor, expected: Tensor) -> None:
@@ -343,7 +389,9 @@ def main(sizes: Sizes, output: Output) -> None:
     sys.stdout.writelines(f"{line_of(each)}\n" for each in findings)
     configuration = {**asdict(sizes), "cold_cache": True}
     report = report_of("rows", configuration, device, "benchmarks.bench_rows")
-    report["findings"] = [{**asdict(each), "times_a_copy": each.times_a_copy} for each in findings]
+    report["findings"] = [
+        {**asdict(each), "rate_over_copy": each.rate_over_copy} for each in findings
+    ]
     write_report(report, output)
     if any(each.fault for each in findings):
         sys.exit(1)

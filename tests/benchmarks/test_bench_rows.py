@@ -10,7 +10,7 @@ from epcomm.quantization import Int8Profile, quantize
 
 pytest.importorskip("triton")
 
-SIZES = Sizes(tokens=12, hidden=72, top_k=3, experts=8, ranks=2)
+SIZES = Sizes(tokens=12, hidden=72, inner=48, top_k=3, experts=8, ranks=2)
 
 
 def test_every_case_passes_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_every_case_passes_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
         case.call()
         names.append(case.name)
     assert names[:3] == ["pack bf16", "pack fp8_e4m3", "inverse of pack"]
-    assert len(names) == len(set(names)) == 7 + len(QUANTIZATIONS)
+    assert len(names) == len(set(names)) == 7 + 2 * len(QUANTIZATIONS) + 2 * 6
 
 
 def test_one_wrong_code_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,4 +43,4 @@ def test_one_wrong_code_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = measure(lambda: case, torch.device("cpu"), 1)
     assert finding.ms is None
     assert finding.fault.startswith("int8 rint127: 1 elements differ from plain torch")
-    assert line_of(finding).startswith(f"int8 rint127: {finding.fault}")
+    assert line_of(finding).startswith(f"quantise int8 rint127 300: {finding.fault}")

@@ -45,7 +45,7 @@ class Codecs:
 
     floats: Callable[[Tensor, WireTensor], None]
     int8: Callable[[Tensor, WireTensor, Int8Profile], None]
-    restore: Callable[[WireTensor], Tensor]
+    restore: Callable[[WireTensor, torch.dtype], Tensor]
 
 
 _PLAIN = Codecs(floats=write_floats, int8=write_int8, restore=restore)
@@ -135,7 +135,7 @@ def dequantize(wire: WireTensor, dtype: torch.dtype, *, codecs: Codecs = _PLAIN)
     _check_format("dequantize", wire.format)
     if not wire.format.dtype.is_quantized:
         return wire.data.to(dtype)
-    return codecs.restore(row_major(wire)).to(dtype)
+    return codecs.restore(row_major(wire), dtype)
 
 
 def _check_format(caller: str, wire_format: WireFormat) -> None:

@@ -97,8 +97,8 @@ def write_floats(hidden_states: Tensor, wire: WireTensor) -> None:
         wire.data.copy_(scaled)
 
 
-def restore(wire: WireTensor) -> Tensor:
-    """Multiply the codes of any quantised format by their scales, [..., R, H], float32.
+def restore(wire: WireTensor, dtype: torch.dtype) -> Tensor:
+    """Multiply the codes of any quantised format by their scales in float32: [..., R, H] in dtype.
 
     Of two levels of scales, the product of both is rounded before it multiplies a code. The scales
     have the shape of row-major scales and any strides; packed scales are unpacked first.
@@ -108,7 +108,7 @@ def restore(wire: WireTensor) -> Tensor:
     if row_scales is not None:
         scales = scales * row_scales
     elements = _in_blocks(_numbers_of(wire), wire.format).mul_(scales.unsqueeze(-1))
-    return elements.flatten(-2)[..., : wire.hidden_size]
+    return elements.flatten(-2)[..., : wire.hidden_size].to(dtype)
 
 
 def split_scales(wire: WireTensor) -> tuple[Tensor | None, Tensor]:

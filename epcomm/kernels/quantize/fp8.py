@@ -24,7 +24,13 @@ from epcomm.kernels.launch import (
     warps_for,
 )
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch, launch
-from epcomm.kernels.quantize.int8 import _INFINITY_BITS, _MAGNITUDE_MASK, _NAN_BITS, round_half_even
+from epcomm.kernels.quantize.int8 import (
+    _INFINITY_BITS,
+    _MAGNITUDE_MASK,
+    _NAN_BITS,
+    quotient_of,
+)
+from epcomm.kernels.rounding import cast
 from epcomm.kernels.rows.tiles import movable
 from epcomm.platforms.cuda import compute_capability
 from epcomm.types import ROW_SCALE_BYTES, WireDtype, WireFormat, WireTensor
@@ -39,6 +45,7 @@ _E4M3_MAX = tl.constexpr(448.0)
 _E4M3_MAX_BITS = tl.constexpr(0x43E00000)
 _E2M1_MAX = tl.constexpr(6.0)
 _E2M1_MAX_BITS = tl.constexpr(0x40C00000)
+_ONE_BITS = tl.constexpr(0x3F800000)
 _RECIPROCAL_OF_MAX = tl.constexpr(0.0022321429569274187)
 _FRACTION_MASK = tl.constexpr(0x7FFFFF)
 AMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)
@@ -71,6 +78,22 @@ def _e4m3_code(value: tl.tensor) -> tl.tensor:
     subnormal = shifted.to(tl.int32, bitcast=True) - _SUBNORMAL_SHIFT_BITS
     code = tl.where(magnitude < _E4M3_NORMAL_BITS, subnormal, normal) | ((bits >> 24) & 0x80)
     return tl.where(magnitude > _INFINITY_BITS, _E4M3_NAN, code).to(tl.uint8)
+
+
+@triton.jit
+def _e2m1_code(value: tl.tensor) -> tl.tensor:
+    """Return the nearest e2m1 codes of float32 values, at most 7, ties to even: -5 is 0xE, or -4.
+
+    Steps are half of a binade, which is at least 1: 2**22 binades plus a magnitude end in its
+    steps. Bits above the fourth are undefined.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum(bits & _MAGNITUDE_MASK, _E2M1_MAX_BITS)
+    # The exponent counts twice, 2 * 149 where the binade is 1, and six steps make that 8 * 38.
+    binades = tl.maximum(magnitude & _INFINITY_BITS, _ONE_BITS) + ((22 << 23) + 6)
+    steps = magnitude.to(tl.float32, bitcast=True) + binades.to(tl.float32, bitcast=True)
+    code = steps.to(tl.int32, bitcast=True) + (binades >> 22)
+    return code ^ ((code ^ (bits >> 28)) & 8)
 
 
 @triton.jit
@@ -123,7 +146,7 @@ def quantize_blocks(
 def _quantize_blocks_fp4(
     x: tl.tensor, HAS_ROW_SCALE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return e2m1 codes [blocks, columns], scales [blocks], and the bits of the scale of a row.
+    """Return bytes [blocks, columns / 2], scales [blocks], and the bits of the scale of a row.
 
     HAS_ROW_SCALE: x has all blocks of one row; otherwise the row has the scale 1.
     The block 12 6 0.5 0, with powers of two, has the codes of 6 3 0 0 and the scale 128.
@@ -135,14 +158,16 @@ def _quantize_blocks_fp4(
         amax = amax_bits.to(tl.float32, bitcast=True)
         row_amax = tl.maximum(tl.max(amax, axis=0), _ROW_AMAX_FLOOR)
         row_scale = tl.math.div_rn(row_amax, tl.zeros_like(row_amax) + _E4M3_MAX * _E2M1_MAX)
-        of_row = tl.zeros_like(amax) + row_scale
-        quotient = tl.math.div_rn(tl.math.div_rn(amax, tl.zeros_like(amax) + _E2M1_MAX), of_row)
+        row_factor = tl.math.div_rn(tl.zeros_like(row_amax) + 1.0, row_scale)
+        # Quotients that are not rounded correctly are below 2**-6.
+        quotient = quotient_of(amax, tl.zeros_like(row_amax) + _E2M1_MAX)
+        quotient = quotient_of(quotient, row_scale)
         quotient = tl.minimum(tl.maximum(quotient, _E4M3_NORMAL), _E4M3_MAX)
         bits = quotient.to(tl.int32, bitcast=True)
         # Keep 3 of 23 fraction bits of a normal number; the bias shrinks by 120.
         code = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
         rounded = (code << 20).to(tl.float32, bitcast=True)
-        factor = tl.math.div_rn(tl.math.div_rn(tl.zeros_like(amax) + 1.0, of_row), rounded)
+        factor = tl.math.div_rn(tl.zeros_like(amax) + row_factor, rounded)
         scale = tl.where(is_finite, code - (120 << 3), _E4M3_NAN).to(tl.uint8)
         row_bits = row_scale.to(tl.int32, bitcast=True)
     else:
@@ -150,13 +175,10 @@ def _quantize_blocks_fp4(
         scale = tl.where(is_finite, exponent, _E8M0_NAN).to(tl.uint8)
         factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         row_bits = 0
-    scaled = tl.where(is_finite[:, None], x * factor[:, None], 0.0)
-    # Each of three roundings is right where the steps are 0.5, 1 and 2, and too large elsewhere.
-    magnitude = tl.minimum(tl.abs(scaled), _E2M1_MAX)
-    half = round_half_even(magnitude * 2)
-    one, two = round_half_even(magnitude) + 2, round_half_even(magnitude * 0.5) + 4
-    codes = tl.minimum(half, tl.minimum(one, two)).to(tl.int32)
-    return (codes | ((scaled.to(tl.int32, bitcast=True) >> 28) & 8)).to(tl.uint8), scale, row_bits
+    codes = tl.reshape(_e2m1_code(x * factor[:, None]), [x.shape[0], x.shape[1] // 2, 2])
+    low, high = tl.split(codes)
+    items = tl.where(is_finite[:, None], (low & 15) | (high << 4), 0)
+    return items.to(tl.uint8), scale, row_bits
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -204,7 +226,7 @@ def _quantize_floats_kernel(
         tl.store(scale_ptr, scale, mask=is_block)
         tl.store(codes_ptr + row[:, None] * CODES_STRIDE + column, codes, mask=is_element)
     else:
-        codes, scale, row_bits = _quantize_blocks_fp4(x, HAS_ROW_SCALE)  # pyright: ignore[reportGeneralTypeIssues]
+        items, scale, row_bits = _quantize_blocks_fp4(x, HAS_ROW_SCALE)  # pyright: ignore[reportGeneralTypeIssues]
         if HAS_ROW_SCALE:
             # The bytes of the row's scale, lowest first, then those of blocks, padded with zeros.
             PADDED: tl.constexpr = (BLOCKS_PER_ROW + 3) // 4 * 4
@@ -214,11 +236,10 @@ def _quantize_floats_kernel(
             tl.store(scale_ptr, tl.where(is_block, scale, 0), mask=block_of_row < PADDED)
         else:
             tl.store(scale_ptr, scale, mask=is_block)
-        low, high = tl.split(tl.reshape(codes, [TILE_BLOCKS, TILE_COLUMNS // 2, 2]))
         item = tl.arange(0, TILE_COLUMNS // 2)
         place = block_of_row[:, None] * (BLOCK // 2) + item[None, :]
         is_item = is_block[:, None] & (item < BLOCK // 2)[None, :] & (place < HIDDEN // 2)
-        tl.store(codes_ptr + row[:, None] * CODES_STRIDE + place, low | (high << 4), mask=is_item)
+        tl.store(codes_ptr + row[:, None] * CODES_STRIDE + place, items, mask=is_item)
 
 
 def quantize_floats_triton(hidden_states: Tensor, wire: WireTensor) -> None:
@@ -297,20 +318,21 @@ def _prepared(
 
 
 @triton.jit
-def float_of(code: tl.tensor, SIGN: tl.constexpr, SHIFT: tl.constexpr) -> tl.tensor:
-    """Return the floats of e4m3 codes (SIGN 128, SHIFT 7) or of e2m1 codes (8, 9): 0x7E is 448.
+def float_of(code: tl.tensor, SIGN: tl.constexpr, HAS_E4M3: tl.constexpr) -> tl.tensor:
+    """Return the floats of e4m3 codes (SIGN 128) or of e2m1 codes (8), as 0x7E and 0x7 are 448, 6.
 
-    The bits of a magnitude are those of a float16, whose exponent has a larger bias.
+    The bits of a code, moved to those of float32, have an exponent that is too small by as much for
+    every code.
     """
-    magnitude = code.to(tl.int16) & (SIGN - 1)
-    value = (magnitude << SHIFT).to(tl.float16, bitcast=True).to(tl.float32)
-    value *= 256.0 if SIGN == 128 else 16384.0
-    bits = value.to(tl.int32, bitcast=True)
-    if SIGN == 128:
-        bits = tl.where(magnitude == _E4M3_NAN, _NAN_BITS, bits)
-    # `-value` would be 0 - value, which loses the sign of zero.
-    sign = tl.where((code.to(tl.int16) & SIGN) != 0, -0x80000000, 0).to(tl.int32)
-    return (bits | sign).to(tl.float32, bitcast=True)
+    bits, magnitude = code.to(tl.int32), code.to(tl.int32) & (SIGN - 1)
+    if SIGN == 8:
+        value = ((magnitude << 22) | ((bits & 8) << 28)).to(tl.float32, bitcast=True) * 2.0**126
+    elif HAS_E4M3:
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        value = ((magnitude << 20) | ((bits & 128) << 24)).to(tl.float32, bitcast=True) * 2.0**120
+        value = tl.where(magnitude == _E4M3_NAN, float("nan"), value)
+    return value
 
 
 @triton.jit
@@ -335,6 +357,7 @@ def _restore_kernel(
     HAS_EXPONENTS: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
     IS_INTEGER: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     PER_ITEM: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
@@ -351,28 +374,33 @@ def _restore_kernel(
         for byte in tl.static_range(_ROW_SCALE_BYTES):
             bits |= tl.load(of_row_ptr + byte, mask=is_block, other=0).to(tl.int32) << (8 * byte)
         scale = tl.load(of_row_ptr + _ROW_SCALE_BYTES + block_of_row, mask=is_block, other=0)
-        scale = float_of(scale, 128, 7) * bits.to(tl.float32, bitcast=True)
+        scale = float_of(scale, 128, HAS_E4M3) * bits.to(tl.float32, bitcast=True)
     else:
         scale = tl.load(of_row_ptr + block_of_row, mask=is_block, other=0)
         if HAS_EXPONENTS:
             scale = power_of(scale)
 
-    lane = tl.arange(0, TILE_COLUMNS)
-    column = block_of_row[:, None] * BLOCK + lane[None, :]
-    is_element = is_block[:, None] & (lane < BLOCK)[None, :] & (column < HIDDEN)
-    code_ptr = codes_ptr + row[:, None] * CODES_STRIDE + column // PER_ITEM
-    code = tl.load(code_ptr, mask=is_element, other=0)
+    item = tl.arange(0, TILE_COLUMNS // PER_ITEM)
+    place = block_of_row[:, None] * (BLOCK // PER_ITEM) + item[None, :]
+    is_item = is_block[:, None] & (item < BLOCK // PER_ITEM)[None, :] & (place < HIDDEN // PER_ITEM)
+    code = tl.load(codes_ptr + row[:, None] * CODES_STRIDE + place, mask=is_item, other=0)
     if IS_INTEGER:
         value = code.to(tl.int8, bitcast=True).to(tl.float32)
     elif PER_ITEM == 2:
-        value = float_of(code >> (column % 2 * 4).to(tl.uint8), 8, 9)
+        value = float_of(
+            tl.reshape(tl.join(code, code >> 4), [TILE_BLOCKS, TILE_COLUMNS]), 8, False
+        )
     else:
-        value = float_of(code, 128, 7)
-    tl.store(out_ptr + row[:, None] * HIDDEN + column, value * scale[:, None], mask=is_element)
+        value = float_of(code, 128, HAS_E4M3)
+    lane = tl.arange(0, TILE_COLUMNS)
+    column = block_of_row[:, None] * BLOCK + lane[None, :]
+    is_element = is_block[:, None] & (lane < BLOCK)[None, :] & (column < HIDDEN)
+    value = cast(value * scale[:, None], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row[:, None] * HIDDEN + column, value, mask=is_element)
 
 
-def restore_triton(wire: WireTensor) -> Tensor:
-    """Multiply codes [R, H] by their row-major scales: [R, H], float32.
+def restore_triton(wire: WireTensor, dtype: torch.dtype) -> Tensor:
+    """Multiply codes [R, H] by their row-major scales in float32: [R, H], rounded to `dtype`.
 
     Compiled for each format, H and strides.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
@@ -383,7 +411,7 @@ def restore_triton(wire: WireTensor) -> Tensor:
     codes, scales, hidden_size = wire.data, wire.scales, wire.hidden_size
     assert scales is not None, "quantised formats have scales"
     check_rows("restore_triton", codes=codes, scales=scales)
-    out = codes.new_empty(codes.shape[0], hidden_size, dtype=torch.float32)
+    out = codes.new_empty(codes.shape[0], hidden_size, dtype=dtype)
     num_blocks = codes.shape[0] * wire_format.num_blocks(hidden_size)
     if num_blocks == 0:
         return out
@@ -401,6 +429,7 @@ def restore_triton(wire: WireTensor) -> Tensor:
         HAS_EXPONENTS=wire_format.has_exponents,
         HAS_ROW_SCALE=wire_format.dtype.has_row_scale,
         IS_INTEGER=codes.dtype is torch.int8,
+        HAS_E4M3=has_e4m3(codes.device),
         PER_ITEM=wire_format.dtype.per_item,
         TILE_BLOCKS=tile_blocks,
         TILE_COLUMNS=tile_columns,

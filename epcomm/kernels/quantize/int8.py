@@ -54,7 +54,7 @@ def _round_quotient(quotient: tl.tensor, PROFILE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _quotient(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+def quotient_of(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Divide x by scale, correctly rounded above 2**-20; scale: [], or [rows, 1].
 
     There is one division a row, because a division for each element would take longer than the
@@ -110,7 +110,7 @@ def quantize_part(
     else:
         scale = tl.math.div_rn(amax, tl.zeros_like(amax) + _INT8_MAX)
         is_usable = scale > 0
-        codes = _round_quotient(_quotient(x, tl.where(is_usable, scale, 1.0)), PROFILE)
+        codes = _round_quotient(quotient_of(x, tl.where(is_usable, scale, 1.0)), PROFILE)
     # Codes and scale are 0 where the scale is not usable, and 0 and NaN where x is not finite. NaN
     # is replaced before the cast, because it has no integer.
     codes = tl.where(is_finite & is_usable, codes, 0.0).to(tl.int32).to(tl.int8)

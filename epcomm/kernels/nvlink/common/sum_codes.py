@@ -51,11 +51,7 @@ def scales_of_sum(row_ptr: tl.tensor, c: constexprs.Layout) -> tl.tensor:
 @triton.jit
 def restore_sums(codes: tl.tensor, scales: tl.tensor, c: constexprs.Layout) -> tl.tensor:
     """Return codes times their scales in float32: of 0x30, 0.5, and the power 128, 1."""
-    if c.HAS_E4M3:
-        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        values = float_of(codes, 128, 7)
-    return values * (power_of(scales) if c.SUM_EXPONENTS else scales)
+    return float_of(codes, 128, c.HAS_E4M3) * (power_of(scales) if c.SUM_EXPONENTS else scales)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ from epcomm.calls.order import Calls, Report
 from epcomm.ops.slots import dot_rows, gather_rows, gather_scalars
 from epcomm.platforms.tracing import ranged
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import dequantize
+from epcomm.quantization import dequantizer_for
 from epcomm.records import ExchangePlan, Pending, RowsCombineInput, SlotIndex, at_once
 from epcomm.types import RowsPer, WireFormat, WireTensor
 
@@ -158,8 +158,10 @@ class Sending(_Transfer[_Gradients]):
         assert out.slot_weights is not None, "a trainable buffer sends weights"
         # Quantised elements have no gradient, so rows that need gradients are returned dequantised.
         # The gradient ignores the quantisation (straight-through estimator).
-        is_quantized = out.rows.format.dtype.is_quantized
-        rows = dequantize(out.rows, self.dtype) if is_quantized else out.rows.data.to(self.dtype)
+        if out.rows.format.dtype.is_quantized:
+            rows = dequantizer_for(out.rows.data.device)(out.rows, self.dtype)
+        else:
+            rows = out.rows.data.to(self.dtype)
         packs = self.rows_per is RowsPer.SLOT
         return gather_rows(rows, out.index) if packs else rows, out.slot_weights
 

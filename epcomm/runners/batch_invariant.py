@@ -17,7 +17,7 @@ from epcomm.ops.precision import cast_experts, compute_dtype
 from epcomm.ops.slots import expert_of_used_slot, pack
 from epcomm.platforms.cuda import Capabilities, triton_reasons
 from epcomm.platforms.machine import Machine
-from epcomm.quantization import dequantize
+from epcomm.quantization import dequantizer_for
 from epcomm.records import RowsDispatchOutput, SlotIndex
 from epcomm.runners.base import (
     BatchInvariance,
@@ -86,8 +86,8 @@ class BatchInvariantRunner(ExpertRunner):
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, ExpertWeights), "supports() said so"
         weights = cast_experts(weights, compute_dtype(dispatched, weights))
-        index = dispatched.index
-        slots = pack(dequantize(dispatched.hidden_states, weights.dtype), index)
+        index, rows = dispatched.index, dispatched.hidden_states
+        slots = pack(dequantizer_for(rows.data.device)(rows, weights.dtype), index)
         run = partial(_run_tiles, num_sms=self.product_sms) if slots.is_cuda else _run_blocks
         results = run(slots, weights, index)
         slot_weights = slot_weights_to_apply(dispatched, self.name)

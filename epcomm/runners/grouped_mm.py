@@ -17,7 +17,7 @@ from epcomm.ops.precision import cast_experts, compute_dtype
 from epcomm.ops.slots import expert_of_slot, pack
 from epcomm.platforms.cuda import num_sms_of, temporary
 from epcomm.platforms.machine import Machine
-from epcomm.quantization import dequantize
+from epcomm.quantization import dequantizer_for
 from epcomm.records import RowsDispatchOutput, SlotIndex
 from epcomm.runners.base import ExpertRunner, size_reasons, slot_weights_to_apply, weight_slots
 from epcomm.types import ROW_ALIGNMENT_BYTES, ROW_DTYPES, Layout, WireDtype
@@ -52,7 +52,10 @@ class GroupedMMRunner(ExpertRunner):
         dtype, index = _dtype_of(dispatched, weights), dispatched.index
         weights = cast_experts(weights, dtype)
         wire = dispatched.hidden_states
-        rows = wire.data.to(dtype) if wire.scales is None else dequantize(wire, dtype)
+        if wire.scales is None:
+            rows = wire.data.to(dtype)
+        else:
+            rows = dequantizer_for(wire.data.device)(wire, dtype)
         slots = pack(rows, index)
         # Padding is computed with the expert before it: results of padding are never combined.
         ends = index.first_slot[1:]

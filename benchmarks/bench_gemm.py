@@ -2,9 +2,12 @@
 
     python -m benchmarks.bench_gemm --output gemm.json
     python -m benchmarks.bench_gemm --format int8 --output gemm_int8.json
+    python -m benchmarks.bench_gemm --format mxfp8 --output gemm_mxfp8.json
 
 The alternatives in the same run are BF16 (grouped_mm, silu(gate) * up, grouped_mm) and, for FP8,
 DeepGEMM where it is installed: its two products with one kernel between them, which is its runner.
+For mxfp8 they are the plain runner, launched from Python, and grouped_mm of rows and matrices that
+are restored to BF16, the matrices before ("restored", twice the memory) or in each call.
 Results of all are first compared with float32 products of the same codes; on a difference the
 program ends without a number. FP8 is measured on a Hopper GPU. Rows are quantised and read through
 an index, as a buffer returns them; the cache is read over before each call.
@@ -23,7 +26,7 @@ DeepGEMM 2.6.1 (54e2261), torch 2.11.0+cu130. The ratios are estimates then.
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -35,29 +38,31 @@ import typer
 from torch import Tensor
 
 from benchmarks.measuring import Output, copy_rate, gpu_of, report_of, write_report
-from epcomm import Fp8BlockWeights, Int8ChannelWeights, RowsDispatchOutput
+from epcomm import Fp8BlockWeights, RowsDispatchOutput
 from epcomm.bench.bounds import dense_product
 from epcomm.bench.check import CheckError
 from epcomm.bench.timing import Captured, Clock, Percentiles, captured
 from epcomm.cli.records import takes_records
 from epcomm.kernels.gemm.fp8_hopper import down_fp8, gate_up_fp8
-from epcomm.ops.slots import build_slot_index, expert_of_used_slot, packed_index
+from epcomm.ops.slots import build_slot_index, expert_of_used_slot, pack, packed_index
 from epcomm.platforms.deep_gemm import load_deep_gemm
 from epcomm.quantization import (
-    FP8_FLOAT32_SCALES,
-    INT8_PER_TOKEN,
     arrange_scales,
     dequantize,
+    dequantizer_for,
     quantize,
+    quantizer_for,
 )
 from epcomm.records import Handle
 from epcomm.runners.base import ExpertRunner
 from epcomm.runners.deep_gemm import COLUMNS, DeepGemmRunner
-from epcomm.runners.fp8_triton import Fp8TritonRunner
+from epcomm.runners.fp8_triton import Fp8TritonRunner, Mxfp8TritonRunner
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner
 from epcomm.runners.gpu_slots import first_product, second_product
 from epcomm.runners.int8_triton import Int8TritonRunner
-from epcomm.types import Int8Profile, WeightsAppliedBy, WireFormat
+from epcomm.runners.quantized_reference import QuantizedReferenceRunner
+from epcomm.types import Int8Profile, WeightsAppliedBy, WireFormat, WireTensor
+from epcomm.weights.quantized import QUANTIZED_KINDS, QuantizedWeights
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 # Replays of each graph before those that are timed.
@@ -86,19 +91,20 @@ class Format(StrEnum):
 
     FP8 = "fp8"
     INT8 = "int8"
+    MXFP8 = "mxfp8"
 
     @property
-    def wire(self) -> WireFormat:
-        """The format of their rows."""
-        return FP8_FLOAT32_SCALES if self is Format.FP8 else INT8_PER_TOKEN
+    def kind(self) -> type[QuantizedWeights]:
+        """The class of the experts."""
+        return QUANTIZED_KINDS[self.value]
 
     @property
     def tolerance(self) -> float:
         """The largest relative error.
 
-        FP8: products of the same codes in float32, and on tensor cores with some 14 bits. INT8:
-        half a unit in the last place of bfloat16, 2**-8, and one step of some hundred in one of I
-        where an activation is within float32 rounding of the middle between two codes.
+        FP8: products of the same codes in float32, and on tensor cores with some 14 bits. INT8 and
+        MXFP8: half a unit in the last place of bfloat16, 2**-8, and one step of some hundred in one
+        of I where an activation is within float32 rounding of the middle between two codes.
         """
         return 0.01 if self is Format.FP8 else 0.005
 
@@ -120,7 +126,7 @@ class Experts:
 
     format: Format
     plain: ExpertWeights
-    codes: Fp8BlockWeights | Int8ChannelWeights
+    codes: QuantizedWeights
 
     @classmethod
     def make(cls, size: Size, device: torch.device) -> Self:
@@ -136,8 +142,8 @@ class Experts:
             gate_up_proj=matrices(2 * size.inner, size.hidden),
             down_proj=matrices(size.hidden, size.inner),
         )
-        kind = Fp8BlockWeights if size.format is Format.FP8 else Int8ChannelWeights
-        return cls(format=size.format, plain=plain, codes=kind.from_unquantized(plain))
+        codes = size.format.kind.from_unquantized(plain)
+        return cls(format=size.format, plain=plain, codes=codes)
 
 
 def counts_of(rows: int, experts: int, skew: int) -> list[int]:
@@ -191,7 +197,7 @@ def check(
         mine = slice(starts[expert], starts[expert] + counts[expert])
         x = rows[index.row_of_slot[mine].long()]
         gate, up = (x @ matrices["gate_up_proj"][expert].T).chunk(2, dim=1)
-        hidden = quantize(F.silu(gate) * up, experts.format.wire)
+        hidden = quantize(F.silu(gate) * up, experts.codes.wire_format)
         expected = dequantize(hidden, torch.float32) @ matrices["down_proj"][expert].T
         error = float((results[mine].float() - expected).norm() / expected.norm())
         if not error <= tolerance:
@@ -203,6 +209,45 @@ def run_bf16(slots: Tensor, ends: Tensor, experts: ExpertWeights) -> Tensor:
     hidden = F.grouped_mm(slots, experts.gate_up_proj.transpose(1, 2), offs=ends)
     gate, up = hidden.chunk(2, dim=1)
     return F.grouped_mm(F.silu(gate) * up, experts.down_proj.transpose(1, 2), offs=ends)
+
+
+def restored_experts(experts: QuantizedWeights) -> list[Tensor]:
+    """Return gate_up and down of mxfp8 experts in bfloat16, in which they are exact."""
+    restore = dequantizer_for(experts.gate_up_proj.device)
+    pairs = (experts.gate_up_proj, experts.gate_up_scale), (experts.down_proj, experts.down_scale)
+    return [
+        restore(
+            WireTensor(
+                data=codes.flatten(0, 1), format=experts.wire_format, scales=scales.flatten(0, 1)
+            ),
+            torch.bfloat16,
+        ).view(codes.shape)
+        for codes, scales in pairs
+    ]
+
+
+def run_restored(
+    dispatched: RowsDispatchOutput, experts: QuantizedWeights, matrices: Sequence[Tensor] = ()
+) -> Tensor:
+    """Compute mxfp8 experts by torch's grouped matmul; matrices: none to restore them here.
+
+    Gate, up, silu(gate) and the activations are rounded to bfloat16, with errors of 0.4% together;
+    so one code of thirty of the activations is the next, 3% to 13% away: 2% of y.
+    """
+    gate_up, down = matrices or restored_experts(experts)
+    restore, quantizer = dequantizer_for(gate_up.device), quantizer_for(gate_up.device)
+    slots = pack(restore(dispatched.hidden_states, torch.bfloat16), dispatched.index)
+    ends = dispatched.index.first_slot[1:]
+    gate, up = F.grouped_mm(slots, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=1)
+    hidden = quantizer(F.silu(gate) * up, experts.wire_format)
+    return F.grouped_mm(restore(hidden, torch.bfloat16), down.transpose(1, 2), offs=ends)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Eager:
+    """A call that waits for the device, which no graph can capture."""
+
+    replay: Callable[[], object]
 
 
 def fp8_parts(
@@ -254,7 +299,7 @@ def fp8_parts(
 
 
 def time_in_turn(
-    graphs: Mapping[str, Captured], device: torch.device, num_calls: int
+    graphs: Mapping[str, Captured | Eager], device: torch.device, num_calls: int
 ) -> dict[str, Percentiles]:
     """Return milliseconds of each graph, one after another: clocks treat all alike.
 
@@ -276,7 +321,7 @@ def time_in_turn(
     }
 
 
-def time_sustained(graph: Captured, device: torch.device, ms: float) -> float:
+def time_sustained(graph: Captured | Eager, device: torch.device, ms: float) -> float:
     """Return milliseconds of a graph that is replayed alone for _SUSTAINED_MS; ms: of one."""
     clock, num_calls = Clock(device), max(1, round(_SUSTAINED_MS / ms))
     # The second half is measured, because a GPU takes a while to reduce its clocks.
@@ -292,6 +337,8 @@ def runners_of(format: Format, weights: ExpertTensors) -> Mapping[str, ExpertRun
     """Return the runners of a format, by name; the one that auto would take comes first."""
     if format is Format.INT8:
         return {"int8": Int8TritonRunner()}
+    if format is Format.MXFP8:
+        return {"mxfp8": Mxfp8TritonRunner(), "reference": QuantizedReferenceRunner()}
     runners: dict[str, ExpertRunner] = {"fp8": Fp8WgmmaRunner(), "fp8 in triton": Fp8TritonRunner()}
     if DeepGemmRunner.supports(weights).ok:
         runners["deep_gemm"] = DeepGemmRunner()
@@ -318,7 +365,7 @@ def measure(
     num_experts, hidden, inner = experts.plain.down_proj.shape
     device, is_fp8 = experts.plain.down_proj.device, experts.format is Format.FP8
     x = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)
-    counts, wire = counts_of(rows, num_experts, skew), experts.format.wire
+    counts, wire = counts_of(rows, num_experts, skew), experts.codes.wire_format
     calls: dict[str, Callable[[], object]] = {}
     for name, runner in runners_of(experts.format, experts.codes).items():
         dispatched = rows_record(counts, x, wire, runner)
@@ -327,12 +374,21 @@ def measure(
         tolerance = experts.format.tolerance * (2 if isinstance(runner, DeepGemmRunner) else 1)
         check(results, dispatched, experts, tolerance)
         calls[name] = partial(runner.run, dispatched, experts.codes)
+    if experts.format is Format.MXFP8:
+        dispatched = rows_record(counts, x, wire, Mxfp8TritonRunner())
+        matrices = restored_experts(experts.codes)
+        check(run_restored(dispatched, experts.codes, matrices), dispatched, experts, 0.03)
+        calls["restored"] = partial(run_restored, dispatched, experts.codes, matrices)
+        calls["restored in the call"] = partial(run_restored, dispatched, experts.codes)
     if isinstance(experts.codes, Fp8BlockWeights):
         calls |= fp8_parts(x, counts, experts.codes)
         calls["cublas"] = dense_product("fp8", **_CUBLAS, device=device)
     ends = torch.tensor(counts, device=device).cumsum(0).int()
     calls["bf16"] = partial(run_bf16, x, ends, experts.plain)
-    graphs = {name: captured(call) for name, call in calls.items()}
+    graphs = {
+        name: Eager(replay=call) if name == "reference" else captured(call)
+        for name, call in calls.items()
+    }
     times = time_in_turn(graphs, device, num_calls)
     ms = {name: each.p50 for name, each in times.items()}
     own_ms = ms[experts.format]
@@ -358,7 +414,7 @@ def measure(
 def main(size: Size, output: Output) -> None:
     """Check the experts, measure them, and print the results."""
     device = gpu_of("bench_gemm")
-    benchmark = "gemm_int8" if size.format is Format.INT8 else "gemm"
+    benchmark = "gemm" if size.format is Format.FP8 else f"gemm_{size.format}"
     report = report_of(benchmark, asdict(size), device, "benchmarks.bench_gemm")
     rate = copy_rate(device, size.calls)
     try:

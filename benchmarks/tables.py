@@ -32,7 +32,10 @@ _OVERLAP = {
     "beside the product": "dispatch_beside",
 }
 # Columns of a result of experts in eight bits, beside bf16.
-_RUNNERS = ("fp8", "fp8 in triton", "deep_gemm", "int8")
+_RUNNERS = (
+    *("fp8", "fp8 in triton", "deep_gemm", "int8", "mxfp8"),
+    *("restored", "restored in the call", "reference"),
+)
 # Columns of a result between hosts, in ms.
 _HOST_SPANS = ("dispatch_without_grouping", "combine", "total_without_grouping")
 # Steps of a result of exposed exchanges: their titles, and the step that has their exchange.
@@ -442,6 +445,7 @@ _RENDERERS: Mapping[str, Callable[[Result], str]] = MappingProxyType(
         "exposed": _render_exposed,
         "gemm": _render_gemm,
         "gemm_int8": _render_gemm,
+        "gemm_mxfp8": _render_gemm,
         "gate": _render_gate,
         "placement": _render_placement,
     }

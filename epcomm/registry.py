@@ -83,6 +83,7 @@ RUNNERS: Mapping[str, str] = {
     "ascend_swiglu_quant": "epcomm.runners.ascend.nz:AscendSwigluQuantRunner",
     "grouped_mm": "epcomm.runners.grouped_mm:GroupedMMRunner",
     "int8_triton": "epcomm.runners.int8_triton:Int8TritonRunner",
+    "mxfp8_triton": "epcomm.runners.fp8_triton:Mxfp8TritonRunner",
     "quantized_reference": "epcomm.runners.quantized_reference:QuantizedReferenceRunner",
     "reference": "epcomm.runners.reference:ReferenceRunner",
     "quantized_blocks": "epcomm.runners.quantized_reference:QuantizedBlocksRunner",

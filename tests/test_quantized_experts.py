@@ -76,7 +76,7 @@ BLOCK_TOLERANCE = 0.035
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "mxfp8"])
 def test_layer_of_whole_blocks_equals_the_model(kind: str, config: str, group: EPGroup) -> None:
     """Use sizes that the GPU kernels support, if there are GPUs."""
     spec = replace(SPECS["holes"], hidden_size=256, dtype=torch.bfloat16)
@@ -85,7 +85,7 @@ def test_layer_of_whole_blocks_equals_the_model(kind: str, config: str, group: E
         weights = QUANTIZED_KINDS[kind].from_unquantized(plain)
         top_k = spec.num_topk(group.world_size)
         layer = ExpertParallelExperts(weights, group, CONFIGS[config], top_k=top_k)
-        on_gpu = {"fp8": ("fp8_wgmma", "fp8_triton"), "int8": ("int8_triton",)}[kind]
+        on_gpu = ("fp8_wgmma", "fp8_triton") if kind == "fp8" else (f"{kind}_triton",)
         is_gpu = group.device.type == "cuda"
         assert layer.plan.runner in (on_gpu if is_gpu else ("quantized_reference",))
         on_cpu = make_batch(spec, group.rank, group.world_size)

@@ -27,7 +27,7 @@ def test_check_passes_right_results_and_refuses_others(format: Format) -> None:
     experts = Experts.make(replace(SIZE, format=format), torch.device("cpu"))
     weights, runner = experts.codes, QuantizedReferenceRunner()
     x = torch.randn(24, 256, generator=torch.Generator().manual_seed(7))
-    dispatched = rows_record(counts_of(24, 8, 1), x, format.wire, runner)
+    dispatched = rows_record(counts_of(24, 8, 1), x, weights.wire_format, runner)
     results = runner.run(dispatched, weights).hidden_states
     check(results, dispatched, experts, format.tolerance)
     wrong = results.clone()
@@ -67,6 +67,15 @@ def test_deep_gemm_or_cublas_is_timed_beside_fp8(
     parts = {"ratio_first", "ratio_second"} if has_deep_gemm else set()
     assert ratios == {"ratio_runner"} | parts
     assert {"fp8", "first", "second", "cublas", "bf16"} <= set(finding["ms"])
+
+
+def test_mxfp8_is_timed_beside_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(bench_gemm, "captured", _Eager)
+    monkeypatch.setattr(bench_gemm, "_READ_BYTES", 4096)
+    experts = Experts.make(replace(SIZE, format=Format.MXFP8), torch.device("cpu"))
+    finding = measure(experts, 96, 8, 1.0, 2)
+    assert set(finding["ms"]) == {"mxfp8", "reference", "restored", "restored in the call", "bf16"}
 
 
 def test_rows_are_skewed_up_to_experts_without_any() -> None:

@@ -158,7 +158,7 @@ def test_next_steps_bring_what_auto_would_take_and_no_more() -> None:
     assert not [step for step in doctor(gpus).next_steps if step.startswith("for ")]
     bare = replace(gpus, has_module=lambda name: False)
     steps = [step.partition(",")[0] for step in doctor(bare).next_steps if step.startswith("for ")]
-    assert steps == ["for nvlink", "for fp8_wgmma", "for int8_triton"]
+    assert steps == ["for nvlink", "for fp8_wgmma", "for int8_triton", "for mxfp8_triton"]
 
 
 def test_shared_memory_is_shown_with_what_is_left() -> None:

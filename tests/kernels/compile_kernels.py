@@ -26,6 +26,7 @@ from epcomm.kernels import launch
 from epcomm.kernels.gemm import fixed_tiles
 from epcomm.kernels.gemm import fp8 as gemm_fp8
 from epcomm.kernels.gemm import int8 as gemm_int8
+from epcomm.kernels.gemm import mxfp8 as gemm_mxfp8
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import DeviceLimits
 from epcomm.kernels.nvlink import (
@@ -386,14 +387,14 @@ def quantize_to_fp8(dtype: torch.dtype, scales: torch.dtype, *, has_e4m3: bool =
 
 
 def convert_micro(dtype: WireDtype, *, restores: bool = False) -> None:
-    """Quantise to a microscaled format, or restore it."""
+    """Quantise to a format that needs no other name than that of its dtype, or restore it."""
     wire = WireFormat(dtype=dtype)
     assert wire.scale_dtype is not None, "a quantised format"
     items, scales = wire.num_items(HIDDEN), wire.num_scales(HIDDEN)
     data = rows(4, items, torch.uint8, 2 * MESSAGE).view(wire.dtype.torch_dtype)
     out = WireTensor(data=data, format=wire, scales=rows(4, scales, wire.scale_dtype, MESSAGE))
     if restores:
-        quantize_fp8.restore_triton(out)
+        quantize_fp8.restore_triton(out, BF16)
     else:
         quantize_fp8.quantize_floats_triton(rows(4, HIDDEN, BF16), out)
 
@@ -404,6 +405,7 @@ def quantize_to_int8(dtype: torch.dtype, profile: Int8Profile) -> None:
     quantize_int8_triton(rows(4, HIDDEN, dtype), wire, profile)
 
 
+RESTORED = [dtype for dtype in WireDtype if dtype.is_quantized]
 MICROSCALED = (WireDtype.MXFP8, WireDtype.MXFP4, WireDtype.NVFP4)
 QUANTIZE: Mapping[str, Callable[[], None]] = {
     "fp8 bf16": partial(quantize_to_fp8, BF16, torch.float32),
@@ -411,7 +413,7 @@ QUANTIZE: Mapping[str, Callable[[], None]] = {
     "fp8 powers of two": partial(quantize_to_fp8, BF16, torch.float8_e8m0fnu),
     "fp8 without hardware": partial(quantize_to_fp8, BF16, torch.float32, has_e4m3=False),
     **{dtype: partial(convert_micro, dtype) for dtype in MICROSCALED},
-    **{f"restore {dtype}": partial(convert_micro, dtype, restores=True) for dtype in MICROSCALED},
+    **{f"restore {dtype}": partial(convert_micro, dtype, restores=True) for dtype in RESTORED},
     "int8 rint127": partial(quantize_to_int8, BF16, Int8Profile.RINT127),
     "int8 div": partial(quantize_to_int8, torch.float32, Int8Profile.DIV),
     "int8 triton": partial(quantize_to_int8, BF16, Int8Profile.TRITON),
@@ -497,6 +499,24 @@ def down_fp8() -> None:
     gemm_fp8.down_fp8(given, slot_weights=f32(slots), out=rows(slots, HIDDEN, BF16))
 
 
+def multiply_mxfp8(rows_per_expert: int, *, has_gate: bool) -> None:
+    slots, dtype = rows_per_expert * EXPERTS, torch.float8_e4m3fn
+    columns, depth = (2 * INNER, HIDDEN) if has_gate else (HIDDEN, INNER)
+    exponents = partial(torch.empty, dtype=torch.float8_e8m0fnu)
+    given = product(slots, columns, depth, dtype, has_index=has_gate)
+    given = replace(
+        given,
+        scales=exponents(len(given.codes), depth // 32),
+        matrix_scales=exponents(EXPERTS, columns, depth // 32),
+    )
+    if has_gate:
+        codes, scales = rows(slots, INNER, dtype), exponents(slots, INNER // 32)
+        gemm_mxfp8.gate_up_mxfp8(given, out_codes=codes, out_scales=scales)
+    else:
+        out = rows(slots, HIDDEN, BF16)
+        gemm_mxfp8.down_mxfp8(given, slot_weights=f32(slots), out=out)
+
+
 def gate_up_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER) -> None:
     slots = rows_per_expert * EXPERTS
     given = product(slots, 2 * inner, hidden, I8, has_index=True)
@@ -539,6 +559,11 @@ def multiply_tiles(*, is_transposed: bool) -> None:
 PRODUCTS: Mapping[str, Callable[[], None]] = {
     "fp8 gate_up": gate_up_fp8,
     "fp8 down": down_fp8,
+    **{
+        f"mxfp8 {name} {tile}": partial(multiply_mxfp8, rows_per_expert, has_gate=name == "gate_up")
+        for name in ("gate_up", "down")
+        for tile, rows_per_expert in ((32, 32), (128, 256))
+    },
     "int8 gate_up 128": partial(gate_up_int8, 256),
     "int8 gate_up odd": partial(gate_up_int8, 256, HIDDEN + 16, INNER + 16),
     "int8 down 32": partial(down_int8, 16),

@@ -32,7 +32,8 @@ MOVERS = [
     "receive combine at source",
     *("gather bf16", "gather fp8", "sums bf16 weighted", "sums fp32", "sums of parts"),
     *("scatter bf16", "scatter fp8", "fp8 bf16", "fp8 fp32", "fp8 without hardware"),
-    *("int8 rint127", "int8 div", "int8 triton"),
+    *("int8 rint127", "int8 div", "int8 triton", "mxfp8", "mxfp4"),
+    *(f"restore {dtype}" for dtype in ("fp8_e4m3", "int8", "mxfp8", "mxfp4")),
 ]
 LINES = [
     *SUMS_IN_LINES,
@@ -64,6 +65,7 @@ EXACT = [
 PRODUCTS = [
     *("fp8 gate_up", "fp8 down", "int8 gate_up 128", "int8 gate_up odd"),
     *("int8 down 64", "int8 down odd", "tiles", "tiles transposed"),
+    *(f"mxfp8 {name} {tile}" for name in ("gate_up", "down") for tile in (32, 128)),
 ]
 Code = Mapping[str, Mapping[str, Any]]
 
@@ -193,9 +195,12 @@ def test_products_use_tensor_cores_and_tma(kernel: str, code: Code) -> None:
     ptx = code[kernel]["ptx"]
     assert re.search(r"wgmma\.mma_async\..*(?:e4m3\.e4m3|s32\.s8\.s8|bf16\.bf16)", ptx)
     assert "cp.async.bulk.tensor.2d.shared" in ptx
-    # Rows are copied, and results stored, in units of 16 bytes.
-    assert set(re.findall(r"\bcp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], (\w+)", ptx)) == {"0x10"}
-    assert set(re.findall(r"\bst\.global\S*", ptx)) <= {"st.global.v4.b32", "st.global.b32"}
+    # Rows are copied, and results stored, in units of 16 bytes; scales of mxfp8 are few.
+    scales = {"0x4", "st.global.b8", "st.global.b16"} if kernel.startswith("mxfp8") else set()
+    copies = set(re.findall(r"\bcp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], (\w+)", ptx))
+    assert copies - scales == {"0x10"}
+    stores = set(re.findall(r"\bst\.global\S*", ptx))
+    assert stores - scales <= {"st.global.v4.b32", "st.global.b32"}
 
 
 def test_few_rows_use_the_smaller_tensor_core_instruction(code: Code) -> None:

@@ -12,6 +12,7 @@ from epcomm import (
     ExpertWeights,
     Fp8BlockWeights,
     MoESpec,
+    Mxfp8Weights,
     plan,
 )
 from epcomm.platforms.assumed import DEVICES, AssumedMachine
@@ -83,6 +84,16 @@ def test_runners_that_exceed_product_sms_are_refused() -> None:
         planned(DEVICES["h200"], "reference")
     with pytest.raises(BackendUnavailable, match=r"torch's products obey EPConfig\.product_sms in"):
         planned(ampere, "grouped_mm")
+
+
+@pytest.mark.parametrize(
+    ("device", "line"),
+    [("h200", "runner mxfp8_triton: dequantises to BF16"), ("b200", "runner quantized_reference")],
+)
+def test_the_runner_of_mxfp8_is_explained(device: str, line: str) -> None:
+    weights = Mxfp8Weights.from_unquantized(experts())
+    chosen = plan(CONFIG, SPEC, world_size=8, weights=weights, machine=DEVICES[device])
+    assert f"\n{line}" in chosen.explain()
 
 
 @pytest.mark.parametrize("variable", ["2", None])

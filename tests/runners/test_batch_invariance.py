@@ -18,15 +18,21 @@ from epcomm.errors import PlanRefused
 from epcomm.ops.fixed_blocks import BLOCK_SIZES
 from epcomm.ops.slots import pack
 from epcomm.platforms.machine import this_machine
-from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.runners import batch_invariant
+from epcomm.runners.base import ExpertRunner
 from epcomm.runners.batch_invariant import BatchInvariantRunner
+from epcomm.runners.fp8_triton import Mxfp8TritonRunner
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner
 from epcomm.runners.quantized_reference import QuantizedBlocksRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, make_weights, random_ids
 from epcomm.types import Layout
-from epcomm.weights.quantized import QUANTIZED_KINDS, Fp8BlockWeights, QuantizedWeights
+from epcomm.weights.quantized import (
+    QUANTIZED_KINDS,
+    Fp8BlockWeights,
+    Mxfp8Weights,
+    QuantizedWeights,
+)
 from epcomm.weights.unquantized import ExpertTensors
 from tests.runners.batch_invariance import check_batch_invariance, check_close, without_gradients
 
@@ -178,16 +184,22 @@ def test_rows_of_a_gpu_have_the_same_bits_in_every_batch(
 @needs_gpu
 @pytest.mark.parametrize("sizes", [(1024, 512), (7168, 2048)], ids=str)
 @pytest.mark.parametrize("are_quantized", [True, False])
-def test_fp8_rows_of_hopper_have_the_same_bits_in_every_batch(
-    are_quantized: bool, sizes: tuple[int, int]
+@pytest.mark.parametrize(
+    ("runner", "kind"), [(Fp8WgmmaRunner, Fp8BlockWeights), (Mxfp8TritonRunner, Mxfp8Weights)]
+)
+def test_quantised_rows_of_hopper_have_the_same_bits_in_every_batch(
+    runner: type[ExpertRunner],
+    kind: type[QuantizedWeights],
+    are_quantized: bool,
+    sizes: tuple[int, int],
 ) -> None:
     unquantized = experts(torch.bfloat16, *sizes)
-    weights = on(torch.device("cuda"), Fp8BlockWeights.from_unquantized(unquantized))
-    if not Fp8WgmmaRunner.supports(weights).ok:
+    weights = on(torch.device("cuda"), kind.from_unquantized(unquantized))
+    if not runner.supports(weights).ok:
         pytest.skip("needs compute capability 9.0 and NVRTC")
-    assert not Fp8WgmmaRunner.batch_invariance(weights, this_machine()).reasons
-    wire = FP8_FLOAT32_SCALES if are_quantized else WireFormat.of(torch.bfloat16)
-    check_batch_invariance(Fp8WgmmaRunner(), weights, GPU_COUNTS, wire)
+    assert not runner.batch_invariance(weights, this_machine()).reasons
+    wire = weights.wire_format if are_quantized else WireFormat.of(torch.bfloat16)
+    check_batch_invariance(runner(), weights, GPU_COUNTS, wire)
 
 
 SPEC = MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=torch.float32)

@@ -1,6 +1,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from unittest.mock import MagicMock
 
@@ -13,11 +14,12 @@ from epcomm import ShapeError
 from epcomm.kernels import cuda_jit
 from epcomm.kernels.gemm import fp8_hopper
 from epcomm.kernels.gemm.operands import Product
-from epcomm.runners.fp8_triton import Fp8TritonRunner
+from epcomm.runners.fp8_triton import Fp8TritonRunner, Mxfp8TritonRunner
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner
 from epcomm.runners.gpu_slots import GpuSlotsRunner
 from epcomm.runners.int8_triton import Int8TritonRunner
-from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.quantized import QuantizedWeights
+from epcomm.weights.unquantized import ExpertWeights
 
 # Not importorskip: tests/kernels must choose an interpreter before triton is imported.
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -43,22 +45,16 @@ def apart(num_rows: int, num_columns: int, dtype: torch.dtype = torch.float32) -
     return torch.empty_strided((num_rows, num_columns), strides, dtype=dtype, device="cuda")
 
 
-def fp8_weights() -> Fp8BlockWeights:
-    return Fp8BlockWeights(
-        gate_up_proj=on_gpu(2, 2 * INNER, HIDDEN, dtype=CODES),
-        gate_up_scale=on_gpu(2, 2, 2),
-        down_proj=on_gpu(2, HIDDEN, INNER, dtype=CODES),
-        down_scale=on_gpu(2, 2, 1),
+def make_weights(runner: type[GpuSlotsRunner]) -> QuantizedWeights:
+    empty = partial(torch.empty, dtype=torch.bfloat16)
+    plain = ExpertWeights(
+        gate_up_proj=empty(2, 2 * INNER, HIDDEN), down_proj=empty(2, HIDDEN, INNER)
     )
-
-
-def int8_weights() -> Int8ChannelWeights:
-    return Int8ChannelWeights(
-        gate_up_proj=on_gpu(2, 2 * INNER, HIDDEN, dtype=torch.int8),
-        gate_up_scale=on_gpu(2, 2 * INNER),
-        down_proj=on_gpu(2, HIDDEN, INNER, dtype=torch.int8),
-        down_scale=on_gpu(2, HIDDEN),
-    )
+    (kind,) = runner.kinds
+    assert issubclass(kind, QuantizedWeights)
+    weights = kind.from_unquantized(plain)
+    tensors = weights.tensors().items()
+    return weights.with_tensors({name: on_gpu(*t.shape, dtype=t.dtype) for name, t in tensors})
 
 
 DEVICES = [
@@ -71,6 +67,8 @@ DEVICES = [
     (Fp8WgmmaRunner, (8, 9), ("compute capability is (8, 9), expected (9, 0)",)),
     (Fp8WgmmaRunner, (9, 0), ()),
     (Fp8WgmmaRunner, (10, 0), ("compute capability is (10, 0), expected (9, 0)",)),
+    (Mxfp8TritonRunner, (9, 0), ()),
+    (Mxfp8TritonRunner, (10, 0), ("compute capability is (10, 0), expected (9, 0)",)),
 ]
 
 
@@ -87,8 +85,7 @@ def test_capability_decides(
 ) -> None:
     has_capability(monkeypatch, capability)
     monkeypatch.setattr(cuda_jit, "nvrtc_is_installed", lambda: True)
-    weights = int8_weights() if runner is Int8TritonRunner else fp8_weights()
-    verdict = runner.supports(weights)
+    verdict = runner.supports(make_weights(runner))
     assert verdict.reasons == reasons
     assert verdict.ok == (not reasons)
 
@@ -96,18 +93,18 @@ def test_capability_decides(
 def test_wgmma_needs_its_compiler_and_short_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     has_capability(monkeypatch, (9, 0))
     monkeypatch.setattr(cuda_jit, "nvrtc_is_installed", lambda: False)
-    weights = replace(fp8_weights(), hidden_dtype=torch.float32)
+    weights = replace(make_weights(Fp8WgmmaRunner), hidden_dtype=torch.float32)
     assert Fp8WgmmaRunner.supports(weights).reasons == (
         "hidden states are torch.float32, expected bfloat16 or float16",
         "NVRTC is not installed",
     )
     monkeypatch.setattr(cuda_jit, "nvrtc_is_installed", lambda: True)
     for dtype in (torch.bfloat16, torch.float16):
-        assert Fp8WgmmaRunner.supports(replace(fp8_weights(), hidden_dtype=dtype)).ok
+        assert Fp8WgmmaRunner.supports(replace(make_weights(Fp8WgmmaRunner), hidden_dtype=dtype)).ok
 
 
 def gate_up_operands(num_slots: int = 5, num_rows: int = 7) -> dict[str, Tensor]:
-    weights = fp8_weights()
+    weights = make_weights(Fp8WgmmaRunner)
     return {
         "codes": apart(num_rows, HIDDEN, dtype=CODES),
         "scales": apart(num_rows, 2),
@@ -122,7 +119,7 @@ def gate_up_operands(num_slots: int = 5, num_rows: int = 7) -> dict[str, Tensor]
 
 
 def down_operands(num_slots: int = 5) -> dict[str, Tensor]:
-    weights = fp8_weights()
+    weights = make_weights(Fp8WgmmaRunner)
     return {
         "codes": on_gpu(num_slots, INNER, dtype=CODES),
         "scales": on_gpu(num_slots, 1),

@@ -9,10 +9,10 @@ from torch import Tensor
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.runners import grouped_mm
 from epcomm.runners.base import ExpertRunner
-from epcomm.runners.fp8_triton import Fp8TritonRunner
+from epcomm.runners.fp8_triton import Fp8TritonRunner, Mxfp8TritonRunner
 from epcomm.runners.int8_triton import Int8TritonRunner
 from epcomm.types import WireFormat
-from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights, Mxfp8Weights
 from epcomm.weights.unquantized import ExpertTensors
 from tests.kernels.gemm import slot_records
 from tests.runners.records import results_of_experts
@@ -23,6 +23,11 @@ PLAIN = slot_records.make_weights(SIZE, SIZE, CPU)
 HALF = PLAIN.with_tensors({name: each.half() for name, each in PLAIN.tensors().items()})
 CASES: dict[str, tuple[ExpertRunner, ExpertTensors, WireFormat]] = {
     "fp8": (Fp8TritonRunner(), Fp8BlockWeights.from_unquantized(PLAIN), FP8_FLOAT32_SCALES),
+    "mxfp8": (
+        Mxfp8TritonRunner(),
+        Mxfp8Weights.from_unquantized(PLAIN),
+        Mxfp8Weights.block_format,
+    ),
     "int8": (Int8TritonRunner(), Int8ChannelWeights.from_unquantized(PLAIN), INT8_PER_TOKEN),
     "multiply": (InTiles(), HALF, WireFormat.of(torch.float16)),
 }

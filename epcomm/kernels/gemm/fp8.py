@@ -256,10 +256,11 @@ def launch_product(
     kernel: object,
     given: Product,
     of_slots: Tensor | None,
-    outputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor, *tuple[Tensor | None, ...]],
     *,
     tile_rows: int,
     tile_columns: int = BLOCK,
+    tile_inner: int = BLOCK,
     stage_matrix_rows: int | None = None,
     num_warps: int,
     max_stages: int = 3,
@@ -268,12 +269,14 @@ def launch_product(
     """Launch a kernel over the tiles of a product.
 
     of_slots: row or router weight of each slot.   outputs: the result [C, N] first.
+    tile_inner: elements of K in a stage.
     stage_matrix_rows: rows of matrices in a stage, which has 20 to 48 KB: with more than max_stages
         stages, fewer programs fit on an SM. None: tile_columns.
     """
     matrices, num_experts, run = given.matrices, len(given.counts), cast(Any, kernel)
     assert matrices.is_contiguous(), "records of weights refuse other strides"
-    stage_rows = tile_rows + (stage_matrix_rows or tile_columns)
+    stage_bytes = tile_rows * given.codes.itemsize + (stage_matrix_rows or tile_columns)
+    stage_bytes *= tile_inner
     limits = device_limits(given.codes.device)
     num_tiles = given.num_tiles(len(outputs[0]), tile_rows, tile_columns, outputs[0].shape[1])
     with torch.cuda.device_of(given.codes):
@@ -282,15 +285,15 @@ def launch_product(
             given.scales,
             given.counts,
             given.first_slot,
-            TensorDescriptor.from_tensor(matrices.flatten(0, 1), [tile_columns, BLOCK]),
+            TensorDescriptor.from_tensor(matrices.flatten(0, 1), [tile_columns, tile_inner]),
             given.matrix_scales,
             of_slots,
             *outputs,
             NUM_EXPERTS=num_experts,
             TILE_ROWS=tile_rows,
-            BLOCK=BLOCK,
+            BLOCK=tile_inner,
             IS_LIMITED=given.num_sms is not None,
             num_warps=num_warps,
-            num_stages=limits.stages(stage_rows * BLOCK, most=max_stages),
+            num_stages=limits.stages(stage_bytes, most=max_stages),
             **constants,
         )

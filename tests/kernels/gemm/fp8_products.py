@@ -1,13 +1,12 @@
-"""Check memory that both implementations of the FP8 products must not write."""
+"""Check memory that all implementations of the products of e4m3 must not write."""
 
 import torch
 
-from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.records import RowsDispatchOutput
 from epcomm.runners.fp8_triton import Multiply
 from epcomm.runners.gpu_slots import first_product, second_product
 from epcomm.types import Int8Profile
-from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
+from epcomm.weights.quantized import QuantizedWeights
 from tests.kernels.gemm.slot_records import Case, record
 
 # Value of elements that may not be written; it is a finite code too.
@@ -15,11 +14,11 @@ SENTINEL = -7.0
 
 
 def check_unused_slots_are_left(
-    products: tuple[Multiply, Multiply], weights: Fp8BlockWeights, device: torch.device
+    products: tuple[Multiply, Multiply], weights: QuantizedWeights, device: torch.device
 ) -> None:
     """Check that padding between experts and after the last one is not written."""
     case = Case(dtype=weights.dtype, expert_alignment=8)
-    dispatched = record(case, weights.hidden_size, FP8_FLOAT32_SCALES, device)
+    dispatched = record(case, weights.hidden_size, weights.wire_format, device)
     assert isinstance(dispatched, RowsDispatchOutput)
     index = dispatched.index
     assert index.row_of_slot is not None
@@ -33,7 +32,10 @@ def check_unused_slots_are_left(
         return torch.full((num_slots, num_columns), SENTINEL, device=device).to(dtype)
 
     codes = untouched(inner_size, torch.float8_e4m3fn)
-    scales = untouched(inner_size // BLOCK, torch.float32)
+    wire = weights.wire_format
+    assert wire.scale_dtype is not None, "a quantised format"
+    # A power of two has no sign: it is 8 there, and in comparisons of both.
+    scales = untouched(wire.num_scales(inner_size), wire.scale_dtype)
     results = untouched(weights.hidden_size, weights.dtype)
     gate_up, down = products
     first = first_product(dispatched, weights, Int8Profile.RINT127)

@@ -1,0 +1,183 @@
+"""Multiply mxfp8 rows by mxfp8 matrices, expert by expert, in BF16, in which both are exact.
+
+Tensor cores of Hopper multiply e4m3 but know no scales, and to scale a product for each 32 elements
+takes several times as long. So rows are restored before a product, and a part of a matrix in
+registers: it is the left operand, and a tile has columns by rows. A tile finds its expert from the
+counts on the device; rows past the counts are not written.
+"""
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile, _num_turns, launch_product
+from epcomm.kernels.gemm.operands import Product
+from epcomm.kernels.launch import IS_INTERPRETED
+from epcomm.kernels.quantize.fp8 import float_of, power_of, quantize_blocks, restore_triton
+from epcomm.kernels.rounding import cast
+from epcomm.kernels.rows.tiles import movable
+from epcomm.types import WireDtype, WireFormat, WireTensor
+
+_MXFP8 = WireFormat(dtype=WireDtype.MXFP8)
+# Mean number of slots of an expert up to which a tile has 32 rows.
+_FEW_SLOTS = 48
+# The interpreter neither converts e4m3 as GPUs do nor multiplies bfloat16.
+_IS_COMPILED = tl.constexpr(not IS_INTERPRETED)
+_OPERAND = tl.constexpr(tl.float32 if IS_INTERPRETED else tl.bfloat16)
+_SCALED = tl.constexpr(32)
+
+
+@triton.jit
+def _restored_part(
+    matrix: tl.tensor_descriptor,
+    scales_ptr: tl.tensor,
+    first_row: tl.tensor,
+    k: tl.tensor,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Return block k of COLUMNS rows of a matrix: of the code 0x38 and the scale 128, 2."""
+    rows = first_row + tl.arange(0, COLUMNS).to(tl.int64)
+    scale = k * (BLOCK // _SCALED) + tl.arange(0, BLOCK // _SCALED)
+    scales = power_of(tl.load(scales_ptr + rows[:, None] * (DEPTH // _SCALED) + scale[None, :]))
+    codes = float_of(matrix.load([first_row, k * BLOCK]), 128, _IS_COMPILED)
+    blocks = tl.reshape(codes, [COLUMNS, BLOCK // _SCALED, _SCALED]) * scales[:, :, None]
+    return cast(tl.reshape(blocks, [COLUMNS, BLOCK]), _OPERAND)
+
+
+@triton.jit
+def _multiply_mxfp8_kernel(
+    x_ptr: tl.tensor,
+    unused_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    first_slot_ptr: tl.tensor,
+    matrix: tl.tensor_descriptor,
+    matrix_scales_ptr: tl.tensor,
+    of_slot_ptr: tl.tensor | None,
+    out_ptr: tl.tensor,
+    out_scales_ptr: tl.tensor | None,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_LIMITED: tl.constexpr,
+) -> None:
+    """Compute a tile of TILE_ROWS slots and TILE_COLUMNS columns of the result.
+
+    HAS_GATE: the matrices are gate and up, of_slot_ptr has rows of slots, and the result is
+        quantised; otherwise slot s is row s, and of_slot_ptr has router weights.
+    """
+    TILES: tl.constexpr = COLUMNS // TILE_COLUMNS
+    for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, TILES, TILE_ROWS, IS_LIMITED)):
+        number = tl.program_id(0) + turn * tl.num_programs(0)
+        expert, first_row, count, tile = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            counts_ptr, number, NUM_EXPERTS, TILES, TILE_ROWS
+        )
+        if expert < NUM_EXPERTS:
+            row_in_expert = first_row + tl.arange(0, TILE_ROWS)
+            is_row = row_in_expert < count
+            # A tile that is not full reads the last row again, the only row that is sure to exist.
+            # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31
+            # elements.
+            start = tl.load(first_slot_ptr + expert).to(tl.int64)
+            slots = start + tl.minimum(row_in_expert, count - 1)
+            rows = slots
+            if HAS_GATE and of_slot_ptr is not None:
+                rows = tl.load(of_slot_ptr + slots).to(tl.int64)
+            x_at = x_ptr + rows[None, :] * DEPTH + tl.arange(0, BLOCK)[:, None]
+            matrix_row = expert * (COLUMNS * (2 if HAS_GATE else 1)) + tile * TILE_COLUMNS
+            total = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
+            up = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
+            for k in range(DEPTH // BLOCK):
+                x = tl.load(x_at + k * BLOCK).to(_OPERAND)
+                part = _restored_part(
+                    matrix, matrix_scales_ptr, matrix_row, k, DEPTH, TILE_COLUMNS, BLOCK
+                )
+                total = tl.dot(part, x, total)
+                if HAS_GATE:
+                    up_row = matrix_row + COLUMNS
+                    part = _restored_part(
+                        matrix, matrix_scales_ptr, up_row, k, DEPTH, TILE_COLUMNS, BLOCK
+                    )
+                    up = tl.dot(part, x, up)
+            columns = tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+            out_at = out_ptr + slots[:, None] * COLUMNS + columns[None, :]
+            if HAS_GATE:
+                hidden = tl.trans(total / (1.0 + tl.exp(-total)) * up)
+                BLOCKS: tl.constexpr = TILE_COLUMNS // _SCALED
+                blocks = tl.reshape(hidden, [TILE_ROWS * BLOCKS, _SCALED])
+                codes, scales = quantize_blocks(blocks, True, _IS_COMPILED, 0)  # pyright: ignore[reportGeneralTypeIssues]
+                codes = tl.reshape(codes, [TILE_ROWS, TILE_COLUMNS])
+                tl.store(out_at, codes, mask=is_row[:, None])
+                block = tile * BLOCKS + tl.arange(0, BLOCKS)
+                scales_at = out_scales_ptr + slots[:, None] * (COLUMNS // _SCALED) + block[None, :]
+                tl.store(scales_at, tl.reshape(scales, [TILE_ROWS, BLOCKS]), mask=is_row[:, None])
+            else:
+                if of_slot_ptr is not None:
+                    total *= tl.load(of_slot_ptr + slots)[None, :]
+                result = cast(tl.trans(total), out_ptr.dtype.element_ty)
+                tl.store(out_at, result, mask=is_row[:, None])
+
+
+def gate_up_mxfp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> None:
+    """Compute quantised silu(x gate) * (x up) of every slot; padding slots are not written.
+
+    Args:
+        given: rows [R, H] and matrices [L, 2I, H], mxfp8.
+        out_codes: [C, I], float8_e4m3fn.   out_scales: [C, I / 32], float8_e8m0fnu.
+
+    Allocates the rows in BF16. Host sync: none. Compiled for each H, I and L.
+    """
+    _multiply(given, given.row_of_slot, (movable(out_codes), movable(out_scales)))
+
+
+def down_mxfp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> None:
+    """Compute x down of every slot, times its router weight; padding slots are not written.
+
+    Args:
+        given: rows [C, I] and matrices [L, H, I], mxfp8.
+        slot_weights: [C], float32, or None.
+        out: [C, H], bfloat16, float16 or float32.
+
+    Allocates the rows in BF16. Host sync: none. Compiled for each H, I and L.
+    """
+    _multiply(given, slot_weights, (out, None))
+
+
+def _multiply(
+    given: Product, of_slots: Tensor | None, outputs: tuple[Tensor, Tensor | None]
+) -> None:
+    num_slots, columns = outputs[0].shape
+    is_small = num_slots <= _FEW_SLOTS * len(given.counts)
+    has_gate = given.matrices.shape[1] == 2 * columns
+    tile_columns = 64 if is_small or has_gate else 128
+    wire = WireTensor(data=given.codes, format=_MXFP8, scales=given.scales)
+    scales = movable(given.matrix_scales)
+    launch_product(
+        _multiply_mxfp8_kernel,
+        replace(
+            given,
+            codes=restore_triton(wire, torch.bfloat16),
+            scales=scales,
+            matrices=movable(given.matrices),
+            matrix_scales=scales,
+        ),
+        of_slots,
+        outputs,
+        tile_rows=32 if is_small else 128,
+        tile_columns=tile_columns,
+        tile_inner=BLOCK if is_small else BLOCK // 2,
+        stage_matrix_rows=tile_columns * (2 if has_gate else 1),
+        num_warps=4 if is_small or has_gate else 8,
+        DEPTH=given.matrices.shape[2],
+        COLUMNS=columns,
+        HAS_GATE=has_gate,
+        TILE_COLUMNS=tile_columns,
+    )

@@ -207,10 +207,8 @@ class _Case:
                 opened += self._open(config, experts, self.options.micro_batches)
             if exact and mode is Mode.NORMAL and has_graphs(self.group.device):
                 # The host reads exact sizes, so a graph needs a budget.
-                for number in (None, *self.options.chunks):
-                    budget = self._num_slots(exact[0].timing.runner, number or 1)
-                    static = replace(config, max_recv_slots=budget, chunks=number)
-                    opened += self._open(static, experts)
+                budget = self._num_slots(exact[0].timing.runner)
+                opened += self._open(replace(config, max_recv_slots=budget), experts)
         names = dict.fromkeys(each.timing.runner for each in opened)
         return [*opened, *(self._gathered(experts, name) for name in names)]
 
@@ -291,11 +289,11 @@ class _Case:
             whole=whole,
         )
 
-    def _num_slots(self, runner: str, num_parts: int = 1) -> int:
-        """Return a budget of slots for a part of this batch, with the padding of a runner."""
+    def _num_slots(self, runner: str) -> int:
+        """Return a budget of slots for this batch, with the padding that a runner needs."""
         ids = torch.cat([each.topk_ids for each in self.batches])
         counts = count_experts(ids, self.options.experts).view(self.group.world_size, -1)
-        aligned = aligned_counts(-(-counts // num_parts), runner_class(runner).expert_alignment)
+        aligned = aligned_counts(counts, runner_class(runner).expert_alignment)
         return math.ceil(_SPARE * int(aligned.sum(dim=1).max()))
 
     def make_experts(self) -> ExpertTensors:

@@ -527,13 +527,13 @@ class PipelinePath:
         chunks, transfers = self._config.chunks, self._group.calls.transfers
         number = 1 if decode else chunks or 1
         # The cheapest tests first: most calls have no work to do while tokens are sent.
-        may_overlap = transfers is not None and (
-            number > 1
-            or meanwhile is not None
-            or (
-                (transfers.are_free or chunks is not None)
-                and torch.is_grad_enabled()
-                and weights.requires_grad
+        may_overlap = (
+            transfers is not None
+            and (transfers.are_free or chunks is not None)
+            and (
+                number > 1
+                or meanwhile is not None
+                or (torch.is_grad_enabled() and weights.requires_grad)
             )
         )
         if may_overlap and self.phases.any_of(decode=decode).is_asynchronous:

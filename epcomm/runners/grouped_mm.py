@@ -130,8 +130,8 @@ def multiply_groups(left: Tensor, right: Tensor, ends: Tensor, num_sms: int | No
     """Call torch's grouped matmul, on at most num_sms SMs of a GPU; None: no limit."""
     if num_sms is None:
         return grouped_mm(left, right, offs=ends)
-    # Its programs come in clusters of two SMs.
-    free = max(0, num_sms_of(left.device) - max(2, num_sms))
+    # Its programs come in clusters of two SMs, and torch refuses an odd number.
+    free = max(0, num_sms_of(left.device) - max(2, num_sms // 2 * 2))
     get, change = torch._C._get_sm_carveout_experimental, torch._C._set_sm_carveout_experimental
     with temporary(free, get, change):
         return grouped_mm(left, right, offs=ends)

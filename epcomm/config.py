@@ -132,7 +132,7 @@ class EPConfig:
         that one part is sent while another is computed, where calls are begun (docs/graphs.md);
         other layers do not read it. Each part is a call, which max_tokens_per_rank and
         max_recv_slots limit, and two are in flight. 1: gradients of experts are computed while
-        those of rows are returned. None: as 1 on CPU ranks; on GPUs a layer waits for its transfers.
+        those of rows are returned. None: as 1 on CPU ranks; on GPUs a layer waits for transfers.
     record_load: ExpertParallelMoE, and layers of a model that transformers loads, count the tokens
         that chose each expert, for LoadRecorder; no other layer reads it.
     """

@@ -16,6 +16,7 @@ from epcomm.errors import ConfigError, describe_kind, shown
 from epcomm.types import (
     GRADIENT_DTYPES,
     MAX_SIZE,
+    ROW_DTYPES,
     SUM_DTYPES,
     Int8Profile,
     ScaleDtype,
@@ -168,12 +169,13 @@ class EPConfig:
         # Plain strings are welcome (files, command lines); the fields hold the enums.
         object.__setattr__(self, "mode", enum_member("EPConfig: mode", Mode, self.mode))
         object.__setattr__(self, "router", enum_member("EPConfig: router", Router, self.router))
-        sums = SUM_DTYPES | {WireDtype.LOGFMT10}
-        for name, dtypes in (("combine_dtype", sums), ("backward_dtype", GRADIENT_DTYPES)):
+        for name, dtypes in (
+            ("dispatch_dtype", ROW_DTYPES),
+            ("combine_dtype", SUM_DTYPES | {WireDtype.LOGFMT10}),
+            ("backward_dtype", GRADIENT_DTYPES),
+        ):
             value, known = getattr(self, name), sorted(dtype.value for dtype in dtypes)
             _expect(name, value, value in (None, *known), f"one of {known}, or None")
-        is_row = self.dispatch_dtype != WireDtype.LOGFMT10
-        _expect("dispatch_dtype", self.dispatch_dtype, is_row, "a format of rows, or None")
         for name, kind in _OPTIONAL_ENUMS.items():
             value = getattr(self, name)
             if value is not None:

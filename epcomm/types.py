@@ -182,6 +182,7 @@ class WireFormat:
     scale_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", enum_member("WireFormat: dtype", WireDtype, self.dtype))
         kind, is_fp8 = self.dtype, self.dtype is WireDtype.FP8_E4M3
         for name in ("scale_block", "scale_dtype"):
             if getattr(self, name) is None:

@@ -9,11 +9,11 @@ from epcomm import ConfigError, EPConfig, Int8Profile, Mode, ScaleDtype, WireDty
 from epcomm.config import Router
 
 MODES = "['standard', 'normal', 'low_latency', 'auto', 'fuseep']"
-DTYPES = [dtype.value for dtype in WireDtype]
+DTYPES = sorted(dtype.value for dtype in WireDtype if dtype is not WireDtype.LOGFMT10)
 FIELDS = sorted(field.name for field in dataclasses.fields(EPConfig))
 BAD_VALUES: list[tuple[dict[str, object], str]] = [
     ({"mode": "fast"}, f"mode is 'fast', expected one of {MODES}"),
-    ({"dispatch_dtype": "logfmt10"}, "dispatch_dtype is 'logfmt10', expected a format of rows"),
+    ({"dispatch_dtype": "logfmt10"}, f"dispatch_dtype is 'logfmt10', expected one of {DTYPES}, or"),
     ({"dispatch_dtype": "tf32"}, f"dispatch_dtype is 'tf32', expected one of {DTYPES}"),
     ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0, expected 1 to 2147483647, or None"),
     ({"timeout_s": 0}, "timeout_s is 0, expected seconds"),

@@ -71,7 +71,9 @@ def test_formats_that_their_name_does_not_have_are_refused(
 
 def test_a_name_alone_is_a_format() -> None:
     assert WireFormat(dtype=WireDtype.FP8_E4M3) == FP8_BLOCKS
-    assert WireFormat(dtype=WireDtype.INT8) == INT8_ROWS
+    assert WireFormat(dtype="int8") == INT8_ROWS  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="WireFormat: dtype is 'mxfp9', expected one of"):
+        WireFormat(dtype="mxfp9")  # type: ignore[arg-type]
     assert str(FP8_EXPONENTS) == "fp8_e4m3/128/ue8m0"
 
 

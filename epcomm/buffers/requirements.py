@@ -2,6 +2,7 @@
 
 from epcomm.config import Mode
 from epcomm.spec import BufferCaps, BufferSpec
+from epcomm.types import WireDtype
 
 
 def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
@@ -13,9 +14,10 @@ def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
     sums = spec.combine_format
     if sums is not None and sums.dtype not in caps.combine_dtypes:
         returned = ", ".join([str(spec.hidden_format), *sorted(caps.combine_dtypes)])
-        reasons.append(f"returns sums as {returned}, not as {sums}")
-    gradients = spec.backward_format
-    if gradients is not None and gradients.dtype not in caps.backward_dtypes:
+        only = ", which deep_ep_v1 has in low latency" if sums.dtype is WireDtype.LOGFMT10 else ""
+        reasons.append(f"returns sums as {returned}, not as {sums}{only}")
+    gradients, quantised = spec.backward_format, caps.backward_dtypes if caps.trainable else ()
+    if gradients is not None and gradients.dtype not in quantised:
         sent = f"sends gradients as {spec.hidden_format}" if caps.trainable else "has no gradients"
         reasons.append(f"{sent}, but EPConfig.backward_dtype is {gradients.dtype.value}")
     if caps.max_top_k is not None and spec.top_k > caps.max_top_k:

@@ -50,12 +50,12 @@ def _phase(phase: PhasePlan) -> dict[str, object]:
         "wire_of_combine": str(spec.combine_format or spec.hidden_format),
         "unusual": dict(phase.unusual()),
         "weights_applied_by": phase.weights_applied_by.value,
-        "has_gradients": caps.trainable,
+        "has_gradients": phase.is_trainable,
         "is_capturable": phase.is_capturable,
         "host_syncs": caps.host_syncs,
         "bytes_per_token": dict(phase.max_bytes_per_token()),
         "backward_bytes_per_token": (
-            dict(phase.max_bytes_per_token(backward=True)) if caps.trainable else None
+            dict(phase.max_bytes_per_token(backward=True)) if phase.is_trainable else None
         ),
         "header_bytes": phase.header_bytes(),
         "max_bytes_between_hosts": phase.max_bytes_between_hosts(),

@@ -134,6 +134,8 @@ def _plan_phase(
     # With gradients the runner applies the weights, so that combine saves no rows. With sum_groups
     # the weighted results must not be rounded before they are summed.
     by_runner = caps.trainable and config.sum_groups is None
+    quantizes = caps.trainable and spec.combine_format is not None
+    is_refused = quantizes and not config.combine_dtype_with_gradients
     return PhasePlan(
         mode=mode,
         backend=kind.name,
@@ -146,6 +148,7 @@ def _plan_phase(
         chosen_by=order.reason_for(kind.name),
         int8_profile=Int8Profile(config.int8_profile or kind.int8_profile),
         rounds_int8=WireDtype.INT8 in (spec.dispatch_format.dtype, experts),
+        refuses_gradients="combine_dtype_with_gradients is not set" if is_refused else "",
     )
 
 
@@ -212,9 +215,13 @@ def _with_runner(
 
 def _read_by(phase: PhasePlan, runner: str, weights: ExpertTensors) -> PhasePlan:
     """Return the phase with slots aligned and scales laid out as a runner reads them."""
-    readings = runner_class(runner).readings(weights, phase.caps.layout)
+    kind, refusal = runner_class(runner), phase.refuses_gradients
+    readings = kind.readings(weights, phase.caps.layout)
     layouts = {reading.format: reading.scale_layout for reading in readings}
-    return replace(_aligned(phase, runner), scale_layout=layouts[phase.buffer_spec.dispatch_format])
+    layout = layouts[phase.buffer_spec.dispatch_format]
+    if not kind.has_gradients and phase.caps.trainable:
+        refusal = f"runner {runner} has no gradients"
+    return replace(_aligned(phase, runner), scale_layout=layout, refuses_gradients=refusal)
 
 
 def _map_phases(chosen: EPPlan, change: Callable[[PhasePlan], PhasePlan]) -> EPPlan:

@@ -38,6 +38,7 @@ class PhasePlan:
     scale_layout: of the scales of received rows, as the runner reads them.
     int8_profile: arithmetic of INT8 rows and between the products of INT8 experts.
     rounds_int8: there are INT8 rows or experts, so that int8_profile matters.
+    refuses_gradients: why calls that need gradients are refused, over a trainable buffer too.
     """
 
     mode: Mode
@@ -52,6 +53,7 @@ class PhasePlan:
     scale_layout: ScaleLayout = ROW_MAJOR
     int8_profile: Int8Profile = Int8Profile.RINT127
     rounds_int8: bool = False
+    refuses_gradients: str = ""
 
     def regions(self) -> tuple[Region, ...]:
         """Return the memory of one call, in order of use."""
@@ -83,6 +85,11 @@ class PhasePlan:
         """
         most = self._full_call(backward=False)
         return -(-most.bytes_between // self._full_tokens) or None
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return whether calls may need gradients."""
+        return self.caps.trainable and not self.refuses_gradients
 
     @property
     def is_capturable(self) -> bool:
@@ -147,9 +154,9 @@ class PhasePlan:
             f"{spec.combine_format or spec.hidden_format} (backward "
             f"{spec.backward_format or spec.hidden_format})",
             *(f"{name}: {text}" for name, text in self.unusual().items()),
-            f"router weights applied by {self.weights_applied_by.value}; "
-            f"trainable: {self.caps.trainable}; is capturable: {self.is_capturable}; "
-            f"host syncs a dispatch: {self.caps.host_syncs}",
+            f"router weights applied by {self.weights_applied_by.value}; trainable: "
+            f"{self.is_trainable}{self.refuses_gradients and f' ({self.refuses_gradients})'}; "
+            f"is capturable: {self.is_capturable}; host syncs a dispatch: {self.caps.host_syncs}",
             f"at most {per_token['dispatch']} B a token in dispatch, {per_token['combine']} B in "
             "combine, and "
             f"{self.header_bytes()} B of headers a dispatch",

@@ -208,6 +208,8 @@ def test_wire_format_follows_from_the_experts_or_the_configuration(
     text = plan(replace(config, mode="normal"), SPEC, world_size=4, weights=experts).explain()
     assert f"wire: dispatch {wire}, combine bf16 (backward bf16)" in text
     assert "scales on arrival" not in text, "row-major is as usual"
+    trains = isinstance(experts, ExpertWeights)
+    assert f"trainable: {'True;' if trains else 'False (runner '}" in text
 
 
 # Bytes of 7168 elements and their scales: a float32 for 128 or for the row, a byte for 32 or 16.

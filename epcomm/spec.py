@@ -224,7 +224,7 @@ class BufferCaps:
     ordered: slots are in (expert, source rank, token) order, ranks in Backend.source_order().
     wire_dtypes: the dtypes that dispatch can send.
     combine_dtypes: the dtypes to which combine can quantise sums.
-    backward_dtypes: the dtypes to which it can quantise gradients.
+    backward_dtypes: the dtypes to which it can quantise gradients, if it is trainable.
     max_tokens_per_rank, max_top_k: limits of the backend; None for no limit.
     hidden_multiple: H must be a multiple of this.
     batches_in_flight: dispatches without gradients that may wait for their combine; if one more is

@@ -197,25 +197,21 @@ class RowBytes:
         sends gradients; combine sends gradients of rows and weights.
         """
         num_columns = 1 if world_size is None else spec.returned_columns(world_size)
-        returned_size = num_columns * spec.hidden_size
-        layout = RowLayout(
-            hidden_size=returned_size if backward else spec.hidden_size,
-            top_k=spec.top_k,
-            format=(spec.backward_format or spec.hidden_format)
-            if backward
-            else spec.dispatch_format,
-            has_ids=not backward,
-        )
-        quantized = quantized_layout(
-            spec, spec.backward_format if backward else spec.combine_format
-        )
-        # Rows without scalars.
-        bare = spec.hidden_format.data_bytes(spec.hidden_size if backward else returned_size)
-        if quantized is not None:
-            bare = quantized.row_bytes if backward else num_columns * quantized.row_bytes
-        if backward:
-            return cls(dispatch=bare, combine=layout.row_bytes)
-        return cls(dispatch=layout.row_bytes, combine=bare)
+        hidden_size, top_k, plain = spec.hidden_size, spec.top_k, spec.hidden_format
+        returned_size = num_columns * hidden_size
+        if not backward:
+            layout = RowLayout(
+                hidden_size=hidden_size, top_k=top_k, format=spec.dispatch_format, has_ids=True
+            )
+            sums = quantized_layout(spec, spec.combine_format)
+            returned = num_columns * sums.row_bytes if sums else plain.data_bytes(returned_size)
+            return cls(dispatch=layout.row_bytes, combine=returned)
+        bare = quantized_layout(spec, spec.backward_format)
+        gradients = quantized_layout(spec, spec.backward_format, top_k)
+        if bare is not None and gradients is not None:
+            return cls(dispatch=bare.row_bytes, combine=num_columns * gradients.row_bytes)
+        layout = RowLayout(hidden_size=returned_size, top_k=top_k, format=plain, has_ids=False)
+        return cls(dispatch=plain.data_bytes(hidden_size), combine=layout.row_bytes)
 
 
 def quantized_layout(spec: BufferSpec, wire: WireFormat | None, top_k: int = 0) -> RowLayout | None:

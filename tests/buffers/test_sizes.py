@@ -79,6 +79,7 @@ def test_plan_counts_the_bytes_that_leave_a_rank(
         sources = [0 if case.is_replicated else rank for rank in range(NUM_RANKS)]
         topks = [routing(source, 3 + 2 * source, 6, 3, group.device) for source in sources]
         config = replace(case.config, sum_groups=sum_groups, combine_dtype=combine_dtype)
+        config = replace(config, backward_dtype=combine_dtype if has_gradients else None)
         dispatcher = case.dispatcher(group, spec, config)
         assert dispatcher.plan.backend == "collective"
         mine = topks[group.rank]

@@ -179,8 +179,10 @@ class AllGatherBuffer(OverCollectives, Buffer):
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         assert isinstance(exchange_plan, GatheredExchangePlan), "an exchange plan of this buffer"
         kind, max_tokens = CallKind.COMBINE_BACKWARD, max(exchange_plan.tokens_of_rank)
+        rows = self._packed_dy(hidden_states)
         self._announce(kind, exchange_plan.call)
-        return self._gather(hidden_states, max_tokens, phase=kind.text)
+        received = self._gather(rows, max_tokens, phase=kind.text)
+        return self._restored_dy(received, hidden_states.dtype)
 
     def combine(
         self,

@@ -28,7 +28,6 @@ from epcomm.buffers.collective.base import (
     SignedExchangePlan,
     row_bytes_of,
 )
-from epcomm.buffers.collective.quantized_rows import QuantizedRows
 from epcomm.buffers.row_layout import RowLayout, Scratch, wire_tensor_of
 from epcomm.buffers.sizes import (
     CallShape,
@@ -73,7 +72,7 @@ from epcomm.ops.slots import (
 from epcomm.protocol import BatchFlags, FaultCode, fault_word
 from epcomm.records import ExchangePlan, SlotIndex, Steps, to_the_end
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import GRADIENT_DTYPES, RowsPer
+from epcomm.types import RowsPer
 
 if TYPE_CHECKING:
     from epcomm.ops.with_triton import TritonRowOps
@@ -480,10 +479,6 @@ class RowsBuffer(OverCollectives, AddsBias):
         super().__init__(calls, spec)
         self._mover = mover
         self._has_rest = mover.has_rest
-        # The gradients of y, and those of rows with the gradients of router weights.
-        wire, device = spec.backward_format, self._collectives.device
-        self._quantized_dy = QuantizedRows.of(spec, wire, device)
-        self._quantized_dx = QuantizedRows.of(spec, wire, device, top_k=spec.top_k)
         # Memory for the rows that kernels pack during the exchange of headers.
         self._packed = Scratch(self._collectives.device, keeps=self._waits)
 
@@ -599,9 +594,7 @@ class RowsBuffer(OverCollectives, AddsBias):
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
         self._mover.check_open()
-        rows, quantized = hidden_states, self._quantized_dy
-        if quantized is not None:
-            rows = quantized.pack(hidden_states)
+        rows = self._packed_dy(hidden_states)
         self._announce(CallKind.COMBINE_BACKWARD, exchange_plan.call, rows=rows)
         self._traffic.dispatch(exchange_plan.send_splits, row_bytes_of(rows))
         received = self._mover.send_rows(
@@ -610,11 +603,9 @@ class RowsBuffer(OverCollectives, AddsBias):
             (exchange_plan.send_splits, exchange_plan.recv_splits),
             (rows.shape[1], rows.dtype),
             phase="backward of combine",
-            is_kept=quantized is None,
+            is_kept=self._quantized_dy is None,
         )
-        return (
-            received if quantized is None else quantized.restore(received).to(hidden_states.dtype)
-        )
+        return self._restored_dy(received, hidden_states.dtype)
 
     def combine(
         self,
@@ -717,7 +708,7 @@ class CollectiveBuffer(RowsBuffer):
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return replace(COLLECTIVE_CAPS, backward_dtypes=GRADIENT_DTYPES)
+        return COLLECTIVE_CAPS
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         super().__init__(calls, spec, RowMover(calls.collectives, waits=calls.waits))

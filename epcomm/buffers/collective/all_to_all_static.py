@@ -164,10 +164,12 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
-        rows = hidden_states.new_empty(self._rows_per_rank, hidden_states.shape[1])
-        rows[1 : 1 + hidden_states.shape[0]] = hidden_states
-        self._announce(CallKind.COMBINE_BACKWARD, exchange_plan.call, rows=hidden_states)
-        return self._gather(rows, phase="backward of combine")
+        sent = self._packed_dy(hidden_states)
+        rows = sent.new_empty(self._rows_per_rank, sent.shape[1])
+        rows[1 : 1 + sent.shape[0]] = sent
+        self._announce(CallKind.COMBINE_BACKWARD, exchange_plan.call, rows=sent)
+        received = self._gather(rows, phase="backward of combine")
+        return self._restored_dy(received, hidden_states.dtype)
 
     def combine(
         self,

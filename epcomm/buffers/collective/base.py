@@ -20,7 +20,7 @@ from epcomm.ops.slots import localize, reduce_rows, row_ops_of, slots_by_row, su
 from epcomm.platforms.machine import Machine
 from epcomm.records import ExchangePlan, SlotIndex, Steps
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import ROW_DTYPES, SUM_DTYPES, Layout, RowsPer, WireFormat
+from epcomm.types import GRADIENT_DTYPES, ROW_DTYPES, SUM_DTYPES, Layout, RowsPer, WireFormat
 
 # The capabilities of every buffer over collectives.
 COLLECTIVE_CAPS = BufferCaps(
@@ -29,6 +29,7 @@ COLLECTIVE_CAPS = BufferCaps(
     ordered=True,
     wire_dtypes=ROW_DTYPES,
     combine_dtypes=SUM_DTYPES,
+    backward_dtypes=GRADIENT_DTYPES,
 )
 
 
@@ -103,7 +104,11 @@ class OverCollectives:
         # headers have a fixed size, and the other counts need a second message.
         self._has_rest = self._waits
         self._row_ops = row_ops_of(collectives.device)
-        self._quantized = QuantizedRows.of(spec, spec.combine_format, collectives.device)
+        device, gradients = collectives.device, spec.backward_format
+        self._quantized = QuantizedRows.of(spec, spec.combine_format, device)
+        # The gradients of y, and those of rows with the gradients of router weights.
+        self._quantized_dy = QuantizedRows.of(spec, gradients, device)
+        self._quantized_dx = QuantizedRows.of(spec, gradients, device, top_k=spec.top_k)
         self._dispatch_layout = self._row_layout(spec.dispatch_format, has_ids=True)
         self._scalar_layouts: dict[tuple[torch.dtype, int], RowLayout] = {}
 
@@ -170,15 +175,30 @@ class OverCollectives:
 
         Returns: sums [W, T, C * H], float32 if they were quantised, and totals of scalars, [T, K].
         """
-        if row_scalars is not None:
+        if row_scalars is None:
+            if self._quantized is None:
+                return send(sums.contiguous(), CallKind.COMBINE), None
+            returned = send(self._quantized.pack(sums), CallKind.COMBINE)
+            return self._quantized.restore(returned), None
+        quantized, kind = self._quantized_dx, CallKind.DISPATCH_BACKWARD
+        if quantized is not None:
+            returned = send(quantized.pack(sums, row_scalars), kind)
+            rows, scalars = quantized.restore(returned), quantized.scalars(returned)
+        else:
             layout = self._scalar_layout(sums.dtype, sums.shape[1] // self._spec.hidden_size)
-            returned = send(layout.pack_rows(sums, row_scalars), CallKind.DISPATCH_BACKWARD)
-            scalars = sum_parts(layout.scalars(returned), row_scalars.dtype)
-            return layout.data(returned), scalars
-        if self._quantized is None:
-            return send(sums.contiguous(), CallKind.COMBINE), None
-        returned = send(self._quantized.pack(sums), CallKind.COMBINE)
-        return self._quantized.restore(returned), None
+            returned = send(layout.pack_rows(sums, row_scalars), kind)
+            rows, scalars = layout.data(returned), layout.scalars(returned)
+        return rows, sum_parts(scalars, row_scalars.dtype)
+
+    def _packed_dy(self, hidden_states: Tensor) -> Tensor:
+        """Return the gradients of y as they are sent."""
+        quantized = self._quantized_dy
+        return hidden_states if quantized is None else quantized.pack(hidden_states)
+
+    def _restored_dy(self, received: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return received gradients of y in `dtype`, which unquantised ones have."""
+        quantized = self._quantized_dy
+        return received if quantized is None else quantized.restore(received).to(dtype)
 
     def traffic(self) -> BufferTraffic:
         return self._traffic.snapshot()

@@ -40,15 +40,16 @@ class QuantizedRows:
     def pack(self, rows: Tensor, scalars: Tensor | None = None) -> Tensor:
         """Quantise [N, C * H], C rows side by side, to [N, C * row_bytes], uint8.
 
-        scalars: [N, K], copied after the scales; then C is 1.
+        scalars: [N, K], copied after the scales of the first of the C rows.
         """
         num_columns = rows.shape[1] // self._hidden_size
         rows = rows.reshape(-1, self._hidden_size)
         message = rows.new_empty(rows.shape[0], self.row_bytes, dtype=torch.uint8)
         self._quantize(rows, self._layout.format, out=self._layout.wire_tensor(message))
+        message = message.unflatten(0, (-1, num_columns)).flatten(1)
         if scalars is not None:
             self._layout.scalars(message).copy_(scalars)
-        return message.unflatten(0, (-1, num_columns)).flatten(1)
+        return message
 
     def restore(self, message: Tensor) -> Tensor:
         """Dequantise [..., C * row_bytes] to [..., C * H], float32."""
@@ -57,5 +58,5 @@ class QuantizedRows:
         return self._dequantize(wire, torch.float32).unflatten(0, rows.shape[:-1]).flatten(-2)
 
     def scalars(self, message: Tensor) -> Tensor:
-        """Return the scalars of [N, row_bytes] as a view [N, K]."""
+        """Return the scalars of [..., C * row_bytes] as a view [..., K]."""
         return self._layout.scalars(message)

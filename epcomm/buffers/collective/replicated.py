@@ -3,8 +3,8 @@
 StandardDispatcher uses this buffer with `replicated=True`, for example after tensor-parallel
 attention. A rank computes its experts on all tokens. Combine scatters the partial sums over the
 ranks, adds them in float32 by ascending rank and gathers the totals, so y is bit-equal on all
-ranks. dy is equal on all ranks too, so the backward of combine is the identity, and the backward of
-dispatch is a sum over the ranks.
+ranks. dy is equal on all ranks too, so the backward of combine is the identity, which quantises
+nothing, and the backward of dispatch is a sum over the ranks.
 """
 
 from dataclasses import replace
@@ -78,7 +78,8 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         # Every rank sends each other rank one share of the partial sums and one of the totals.
         wide = RowBytes.of(spec, call.world_size, backward=backward)
         # Totals are not quantised.
-        total = RowBytes.of(replace(spec, combine_format=None), backward=backward)
+        plain = replace(spec, combine_format=None, backward_format=None)
+        total = RowBytes.of(plain, backward=backward)
         share_bytes = share * (wide.combine + total.combine)
         return BufferTraffic(
             combine_bytes=share_bytes * (call.world_size - 1),

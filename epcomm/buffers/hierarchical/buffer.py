@@ -44,7 +44,7 @@ from epcomm.platforms.nvlink import PeerReach, reach_of, reach_reasons
 from epcomm.protocol import BatchFlags, fault_word, pack_fault, unpack_fault
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec, HostLayout
-from epcomm.types import GRADIENT_DTYPES, RowsPer
+from epcomm.types import RowsPer
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class HierarchicalBuffer(Buffer):
         # In shared memory, rows are views, so the number of batches in flight is limited.
         views = SharedMemoryBuffer.caps(mode).batches_in_flight
         caps = replace(COLLECTIVE_CAPS, batches_in_flight=views, batches_on_request=True)
-        return _TwoExchangesCaps(**vars(replace(caps, backward_dtypes=GRADIENT_DTYPES)))
+        return _TwoExchangesCaps(**vars(caps))
 
     @classmethod
     def lacks_between(cls, spec: BufferSpec) -> tuple[str, ...]:

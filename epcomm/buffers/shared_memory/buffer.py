@@ -48,7 +48,6 @@ from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.platforms.machine import Machine
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import GRADIENT_DTYPES
 
 # Number of receive buffers of headers and of sums, which are read within a call.
 _NUM_BUFFERS = 2
@@ -233,7 +232,6 @@ class SharedMemoryBuffer(RowsBuffer):
     def caps(cls, mode: Mode) -> BufferCaps:
         return replace(
             COLLECTIVE_CAPS,
-            backward_dtypes=GRADIENT_DTYPES,
             batches_in_flight=_NUM_BATCHES,
             batches_on_request=True,
             device_types=frozenset({"cpu"}),

@@ -5,42 +5,72 @@ from dataclasses import replace
 import pytest
 import torch
 
-from epcomm import ConfigError, EPConfig, EPGroup, WireDtype
-from epcomm.buffers.collective.all_to_all import CollectiveExchangePlan
+from epcomm import BackendUnavailable, ConfigError, EPConfig, EPGroup, WireDtype
+from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkStaticBuffer
+from epcomm.buffers.sizes import CallShape
 from epcomm.planning.plan import plan
-from tests.dispatchers.test_combine_dtype import SPEC, compute, make_batch, spec_of
-from tests.dispatchers.test_sum_groups import WAYS
+from tests.dispatchers.test_combine_dtype import SPEC, batch_of, compute, spec_of
+from tests.dispatchers.test_sum_groups import NORMAL, WAYS, M
 
-# Bytes of a row of 88 elements to the experts, and back with the gradients of four router weights.
-ROW_BYTES = {None: (176, 192), WireDtype.FP8_E4M3: (96, 112), WireDtype.MXFP8: (96, 112)}
+# Bytes of a row of 152 elements to the experts, and back with four gradients of router weights.
+ROW_BYTES = {None: (304, 320), WireDtype.FP8_E4M3: (160, 176), WireDtype.MXFP8: (160, 176)}
+# The same over nvlink, whose rows have no gaps.
+NVLINK_ROW_BYTES = {**ROW_BYTES, WireDtype.MXFP8: (157, 173)}
+NVLINK = EPConfig(backend="nvlink")
+NVLINK_WAYS = {
+    "nvlink": (NORMAL, NVLINK),
+    "nvlink, budget": (NORMAL, replace(NVLINK, max_tokens_per_rank=M, max_recv_slots=256)),
+}
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("way", ["collective", "shared_memory", "low latency, shared_memory"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "low latency"])
 @pytest.mark.parametrize("backward_dtype", ROW_BYTES, ids=str)
 def test_gradients_are_within_the_bound_of_two_roundings(
     backward_dtype: WireDtype | None, way: str
 ) -> None:
-    kind, config = WAYS[way]
+    check_gradients(way, backward_dtype)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", NVLINK_WAYS)
+@pytest.mark.parametrize("backward_dtype", ROW_BYTES, ids=str)
+def test_gradients_over_nvlink_are_within_the_bound_too(
+    backward_dtype: WireDtype | None, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # This module needs Triton.
+    from tests.buffers.nvlink.test_low_latency import serve_any_device
+
+    # The second class is the base of the first.
+    for each in (NVLinkStaticBuffer, NVLinkBuffer):
+        serve_any_device(monkeypatch, each)
+    check_gradients(way, backward_dtype)
+
+
+def check_gradients(way: str, backward_dtype: WireDtype | None) -> None:
+    """Compare gradients with those in float64, and bytes with the plan and with counted rows."""
+    kind, config = {**WAYS, **NVLINK_WAYS}[way]
     with EPGroup() as group:
+        rank, world_size = group.rank, group.world_size
         config = replace(config, backward_dtype=backward_dtype)
-        dispatcher = kind(group, spec_of(group.world_size), config)
-        batch = make_batch(SPEC, group.rank, group.world_size)
+        dispatcher = kind(group, spec_of(world_size), config)
+        batches = [batch_of(each, world_size, config) for each in range(world_size)]
+        batch = batches[rank].to(group.device)
         x, weights = (each.clone().requires_grad_() for each in (batch.x, batch.topk_weights))
         out = dispatcher.dispatch(x, replace(batch.topk, topk_weights=weights))
-        y = dispatcher.combine(out.combine_input(compute(out, group.rank)))
+        y = dispatcher.combine(out.combine_input(compute(out, rank)))
         before = dispatcher.traffic()
         y.backward(batch.dy)
         sent = dispatcher.traffic() - before
-        rows = out.handle.exchange_plan
-        assert isinstance(rows, CollectiveExchangePlan), "of both backends"
-        to_experts, back = ROW_BYTES[backward_dtype]
-        for sent_bytes, splits, row_bytes in (
-            (sent.dispatch_bytes, rows.send_splits, to_experts),
-            (sent.combine_bytes, rows.recv_splits, back),
-        ):
-            assert sent_bytes == (sum(splits) - splits[group.rank]) * row_bytes
-        most, others = dispatcher.plan.max_bytes_per_token(backward=True), group.world_size - 1
+        dispatcher.check()
+        ids = [each.topk_ids for each in batches]
+        call = CallShape.of(ids, rank, num_local_experts=SPEC.num_local_experts)
+        assert sent == dispatcher.plan.wire_bytes(call, backward=True)
+        to_experts, back = (ROW_BYTES if way in WAYS else NVLINK_ROW_BYTES)[backward_dtype]
+        most, others = dispatcher.plan.max_bytes_per_token(backward=True), world_size - 1
+        if config.replicated:
+            # dy is not sent, and the rank that adds up a token sends the total as it is.
+            to_experts, back = 0, -(-(back + ROW_BYTES[None][1]) // world_size)
         assert most == {"dispatch": others * to_experts, "combine": others * back}
         assert f"combine bf16 (backward {backward_dtype or 'bf16'}" in dispatcher.plan.explain()
     # Half a step of E4M3 is 2**-4 of an element, or below the least normal number 2**-10 of a
@@ -70,6 +100,9 @@ def test_other_formats_and_backends_are_refused() -> None:
     decode = plan(replace(config, backend="collective"), spec_of(4)).decode
     assert decode is not None, "the config has a limit of tokens"
     assert decode.buffer_spec.backward_format is None
-    static = replace(config, mode="normal", max_recv_slots=64)
-    with pytest.raises(ConfigError, match=r"as bf16, but EPConfig\.backward_dtype is mxfp8"):
-        plan(static, spec_of(4))
+    for mode, backend, reason in (
+        ("low_latency", "collective", "has no gradients"),
+        ("normal", "deep_ep_v2", "sends gradients as bf16"),
+    ):
+        with pytest.raises(BackendUnavailable, match=f"{reason}, but .*backward_dtype is mxfp8"):
+            plan(replace(config, mode=mode, backend=backend), spec_of(4))

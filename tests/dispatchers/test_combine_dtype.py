@@ -30,8 +30,9 @@ from epcomm.types import WeightsAppliedBy
 from tests.cases.meshes import mesh_of
 from tests.dispatchers.test_sum_groups import WAYS
 
+# Several blocks of each format, the last one short.
 SPEC = BatchSpec(
-    hidden_size=88,
+    hidden_size=152,
     num_local_experts=3,
     top_k=4,
     dtype=torch.bfloat16,
@@ -39,8 +40,8 @@ SPEC = BatchSpec(
     tokens_of_rank=lambda rank, size: 0 if rank == 1 else 5 + rank,
     choose_ids=holed_ids,
 )
-# Elements, scales, and the gap to a multiple of 16 bytes, of a sum of 88 elements.
-ROW_BYTES = {None: 176, WireDtype.FP8_E4M3: 96, WireDtype.MXFP8: 96, WireDtype.NVFP4: 64}
+# Elements, scales, and the gap to a multiple of 16 bytes, of a sum of 152 elements.
+ROW_BYTES = {None: 304, WireDtype.FP8_E4M3: 160, WireDtype.MXFP8: 160, WireDtype.NVFP4: 96}
 FORMATS = [each for each in ROW_BYTES if each]
 
 
@@ -64,14 +65,17 @@ def compute(out: RowsDispatchOutput, rank: int) -> Tensor:
     return (results * out.slot_weights.unsqueeze(1)).to(rows.dtype)
 
 
-def batch_of(rank: int, world_size: int, config: EPConfig) -> RankBatch:
+def batch_of(
+    rank: int, world_size: int, config: EPConfig, *, spec: BatchSpec = SPEC, number: int = 0
+) -> RankBatch:
     """Return the tokens of a rank; weights are powers of two, whose products are exact."""
-    batch = make_batch(SPEC, 0 if config.replicated else rank, world_size)
+    batch = make_batch(spec, 0 if config.replicated else rank, world_size, number=number)
     return replace(batch, topk_weights=batch.topk_weights.log2().round().exp2())
 
 
-def expected(batch: RankBatch, hosts: list[list[int]], combine_dtype: WireDtype) -> Tensor:
+def expected(batch: RankBatch, hosts: list[list[int]], combine_dtype: WireDtype | None) -> Tensor:
     """Return y by the definition, one token, host and rank at a time."""
+    wire_format = WireFormat(dtype=combine_dtype or WireDtype.BF16)
     y = torch.zeros(batch.x.shape)
     for token, x in enumerate(batch.x.float()):
         entries = list(zip(batch.topk_ids[token], batch.topk_weights[token], strict=True))
@@ -85,7 +89,7 @@ def expected(batch: RankBatch, hosts: list[list[int]], combine_dtype: WireDtype)
                         is_sent = True
                 total += sums.to(SPEC.dtype).float()
             if is_sent:
-                wire = quantize(total.to(SPEC.dtype).unsqueeze(0), WireFormat(dtype=combine_dtype))
+                wire = quantize(total.to(SPEC.dtype).unsqueeze(0), wire_format)
                 y[token] += dequantize(wire, torch.float32)[0]
     return y.to(SPEC.dtype)
 
@@ -149,7 +153,7 @@ def test_plan_states_the_bytes_of_sums_over_nvlink(mode: Mode) -> None:
     chosen = plan(config, spec_of(4), world_size=4, machine=DEVICES["h200"])
     # Without a gap after the scales.
     bytes_of_token = [each.max_bytes_per_token()["combine"] for each in chosen.phases().values()]
-    assert set(bytes_of_token) == {3 * (88 + 3)}
+    assert set(bytes_of_token) == {3 * (152 + 5)}
 
 
 def test_other_formats_sizes_and_backends_are_refused() -> None:
@@ -163,6 +167,14 @@ def test_other_formats_sizes_and_backends_are_refused() -> None:
     with pytest.raises(BackendUnavailable, match="returns sums as bf16, not as nvfp4") as caught:
         plan(replace(config, backend="deep_ep_v2"), spec_of(4))
     assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="not as logfmt10, which deep_ep_v1 has in low latency"):
+        plan(replace(config, combine_dtype=WireDtype.LOGFMT10), spec_of(4))
+    for permits, said in (
+        (False, "False (combine_dtype_with_gradients is not set)"),
+        (True, "True"),
+    ):
+        chosen = plan(replace(config, combine_dtype_with_gradients=permits), spec_of(4))
+        assert f"; trainable: {said}; " in chosen.explain()
     with pytest.raises(BackendUnavailable, match="sums as bf16, fp8_e4m3, mxfp8, not as nvfp4"):
         plan(replace(config, backend="nvlink"), spec_of(4), world_size=4, machine=DEVICES["h200"])
 

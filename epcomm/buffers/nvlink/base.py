@@ -104,9 +104,9 @@ class NVLinkHost(ABC, Generic[LayoutT]):
 
     def received_rows(self) -> tuple[WireTensor, ...]:
         """Return [W * M, H] of each receive buffer, views of memory that peers write. Local."""
-        block, layout = self._block, self._layout
+        block, layout, spec = self._block, self._layout, self._spec
         return tuple(
-            received_rows(block, layout, buffer_index, self._spec)
+            received_rows(block, layout, buffer_index, spec.dispatch_format, spec.hidden_size)
             for buffer_index in range(layout.num_buffers)
         )
 

@@ -15,8 +15,7 @@ from epcomm.calls.order import Calls
 from epcomm.errors import BackendUnavailable
 from epcomm.kernels.nvlink.common.layout import MemoryLayout
 from epcomm.platforms.cuda import on_device
-from epcomm.spec import BufferSpec
-from epcomm.types import ROW_MAJOR, WireTensor
+from epcomm.types import ROW_MAJOR, WireFormat, WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,15 +114,15 @@ def region_rows(block: Tensor, layout: MemoryLayout, buffer_index: int, region: 
 
 
 def received_rows(
-    block: Tensor, layout: MemoryLayout, buffer_index: int, spec: BufferSpec
+    block: Tensor, layout: MemoryLayout, buffer_index: int, wire: WireFormat, hidden_size: int
 ) -> WireTensor:
     """Return [W * M, H]: the rows of a receive buffer and their scales, without a copy."""
-    wire, scales = spec.dispatch_format, None
+    scales = None
     data = region_rows(block, layout, buffer_index, "data").view(wire.dtype.torch_dtype)
     if wire.scale_dtype is not None:
         scales = region_rows(block, layout, buffer_index, "scales").view(wire.scale_dtype)
-        scales = scales[:, : wire.num_scales(spec.hidden_size)]
-    data = data[:, : spec.hidden_size]
+        scales = scales[:, : wire.num_scales(hidden_size)]
+    data = data[:, :hidden_size]
     scale_layout = None if scales is None else ROW_MAJOR
     return WireTensor(data=data, format=wire, scales=scales, scale_layout=scale_layout)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Dispatched, ReturnsRowTopk, RowTopkDispatched
 from epcomm.buffers.nvlink.base import NVLinkHost
-from epcomm.buffers.nvlink.memory import raise_together, region_rows
+from epcomm.buffers.nvlink.memory import raise_together, received_rows, region_rows
 from epcomm.buffers.nvlink.normal_counts import NormalCounts, Totals
 from epcomm.buffers.nvlink.sizes import (
     group_reasons,
@@ -47,9 +47,10 @@ from epcomm.kernels.nvlink.normal.exchange import NormalExchange
 from epcomm.platforms.cuda import COPY_ENGINE, cuda_reasons, triton_reasons
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags, FaultCode, fault_byte, pack_status
+from epcomm.quantization import dequantizer_for, quantizer_for
 from epcomm.records import ExchangePlan, Steps, to_the_end
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import FLOAT32_SUM_DTYPES, Layout, RowsPer, WireTensor, align_up
+from epcomm.types import FLOAT32_SUM_DTYPES, GRADIENT_DTYPES, Layout, RowsPer, WireTensor, align_up
 
 _logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             max_top_k=program.LANES,
             wire_dtypes=FLOAT32_SUM_DTYPES,
             combine_dtypes=cls.combine_dtypes,
+            backward_dtypes=GRADIENT_DTYPES,
             is_static=cls.is_static,
             batches_in_flight=cls.num_buffers,
             batches_on_request=True,
@@ -143,7 +145,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         return spec.max_recv_slots or max_slots_of(spec, num_rows)
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
-        super().__init__(calls, spec, num_counters=6)
+        super().__init__(calls, spec, num_counters=8)
         # On CPU ranks an interpreter runs the kernels.
         self.begins_calls = self._is_cuda
         self._num_dispatches = 0
@@ -152,6 +154,9 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         # The number of dispatches before exclude_ranks().
         self._num_earlier = 0
         self._sum_dtype = spec.hidden_format.dtype.torch_dtype
+        # Codecs of gradients.
+        self._quantize = quantizer_for(self._device)
+        self._dequantize = dequantizer_for(self._device)
         # Ranks that exclude_ranks() has excluded.
         self._excluded_ranks: tuple[int, ...] = ()
 
@@ -190,19 +195,28 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         """Send rows along a plan; under no_grad rows live as long as those of a dispatch."""
         assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
         self._begin_call()
-        buffer_index = self._next_buffer_index()
+        buffer_index, layout, spec = self._next_buffer_index(), self._layout, self._spec
+        data, scales, gradients = hidden_states, None, spec.backward_format
+        if gradients is not None:
+            wire = self._quantize(hidden_states, gradients)
+            data, scales = wire.data, wire.scales
         dispatch_rows(
             self._exchange,
-            hidden_states,
-            None,
+            data,
+            scales,
             exchange_plan,
             buffer_index=buffer_index,
             topk=None,
             num_sms=exchange_plan.num_sms,
         )
-        if not exchange_plan.owns_rows and exchange_plan.capacity_tokens == self._layout.max_tokens:
-            rows = region_rows(self._block, self._layout, buffer_index, "data")
-            return rows.view(hidden_states.dtype)[:, : self._spec.hidden_size]
+        is_here = not exchange_plan.owns_rows and exchange_plan.capacity_tokens == layout.max_tokens
+        if gradients is not None:
+            rows = received_rows(self._block, layout, buffer_index, gradients, spec.hidden_size)
+            rows = rows if is_here else self._copied(rows, exchange_plan, buffer_index)
+            return self._dequantize(rows, hidden_states.dtype)
+        if is_here:
+            rows = region_rows(self._block, layout, buffer_index, "data")
+            return rows.view(hidden_states.dtype)[:, : spec.hidden_size]
         out = hidden_states.new_empty(exchange_plan.num_rows, hidden_states.shape[1])
         collect_rows(self._exchange, exchange_plan, buffer_index=buffer_index, out=out)
         return out
@@ -229,8 +243,9 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             self._faults.note_own(error)
             exchange_plan = self._empty_exchange_plan()
         assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
-        scalars = None
+        scalars, sums = None, self._spec.combine_format
         if row_scalars is not None:
+            sums = self._spec.backward_format
             scalars = row_scalars.new_empty(exchange_plan.num_tokens, self._spec.top_k)
             row_scalars = row_scalars.contiguous()
         if slot_weights is not None:
@@ -250,19 +265,22 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             status=int(FaultCode.of(error, in_combine=True)),
             buffer_index=-1 if row_scalars is not None else self._index_of_rows(exchange_plan),
             num_sms=exchange_plan.num_sms,
-            sums=self._spec.combine_format if row_scalars is None else None,
+            sums=sums,
         )
         return y, scalars
 
     def traffic(self) -> BufferTraffic:
         """Return the bytes sent to other ranks so far.   Host sync: yes."""
-        headers, rows, cached_rows, sums, scaled_sums, quantized_sums = self._counters.tolist()
-        spec, row_bytes = self._spec, sum_bytes(self._spec, backward=True)
+        headers, rows, cached_rows, sums, *others = self._counters.tolist()
+        scaled, quantized_sums, scaled_quantized, quantized_gradients = others
+        spec, scaled = self._spec, scaled + scaled_quantized
+        row_bytes = sum_bytes(spec, backward=True)
         return BufferTraffic(
             dispatch_bytes=rows * wire_row_bytes(spec) + cached_rows * row_bytes,
-            combine_bytes=(sums + scaled_sums) * row_bytes
-            + scaled_sums * _scalar_bytes(spec)
-            + quantized_sums * sum_bytes(spec),
+            combine_bytes=sums * spec.hidden_format.data_bytes(spec.hidden_size)
+            + quantized_sums * sum_bytes(spec)
+            + (scaled + quantized_gradients) * row_bytes
+            + scaled * _scalar_bytes(spec),
             control_bytes=rows * self._layout.metadata_bytes + headers * self._layout.header_bytes,
         )
 
@@ -277,10 +295,11 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         self._num_dispatches = 0
         self._excluded_ranks = self._living.dead()
         for buffer_index in range(layout.num_buffers):
-            rows = region_rows(block, layout, buffer_index, "data")
-            for rank in self._excluded_ranks:
-                # Rows along old exchange plans are used without a copy.
-                rows[rank * layout.max_tokens : (rank + 1) * layout.max_tokens].zero_()
+            for name in ("data", "scales"):
+                rows = region_rows(block, layout, buffer_index, name)
+                for rank in self._excluded_ranks:
+                    # Rows along old exchange plans are used without a copy.
+                    rows[rank * layout.max_tokens : (rank + 1) * layout.max_tokens].zero_()
 
     def _compare_combine(self, error: EPError | None) -> None:
         """Raise on every rank if any refuses a combine, where the specification asks for it."""

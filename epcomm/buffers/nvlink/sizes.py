@@ -36,7 +36,7 @@ def wire_row_bytes(spec: BufferSpec) -> int:
 
 def sum_bytes(spec: BufferSpec, *, backward: bool = False) -> int:
     """Return the bytes of a sum in combine, or of a gradient, without gaps between rows."""
-    wire = spec.hidden_format if backward else spec.combine_format or spec.hidden_format
+    wire = (spec.backward_format if backward else spec.combine_format) or spec.hidden_format
     return wire.data_bytes(spec.hidden_size) + wire.scale_bytes(spec.hidden_size)
 
 
@@ -45,11 +45,14 @@ def normal_layout(
 ) -> NormalLayout:
     """Return the layout of blocks for M tokens of each rank, and gradients as rows."""
     sizes = _block_sizes(spec, world_size, max_tokens or _FIRST_TOKENS, num_buffers)
-    # Gradients return unquantised, in the memory of sums.
-    gradient_bytes = align_up(sum_bytes(spec, backward=True), VECTOR_BYTES)
-    sizes["data_bytes"] = max(sizes["data_bytes"], gradient_bytes)
-    if spec.combine_format is not None:
-        sizes["return_bytes"] = max(gradient_bytes, _LEAST_CODED_BYTES)
+    hidden_size, gradients = spec.hidden_size, spec.backward_format or spec.hidden_format
+    data_bytes, scale_bytes = gradients.data_bytes(hidden_size), gradients.scale_bytes(hidden_size)
+    sizes["data_bytes"] = max(sizes["data_bytes"], align_up(data_bytes, VECTOR_BYTES))
+    sizes["scale_bytes"] = max(sizes["scale_bytes"], align_up(scale_bytes, VECTOR_BYTES))
+    # Gradients return in the memory of sums, and either of them may be unquantised.
+    plain_bytes = align_up(spec.hidden_format.data_bytes(hidden_size), VECTOR_BYTES)
+    if spec.combine_format is not None or spec.backward_format is not None:
+        sizes["return_bytes"] = max(plain_bytes, _LEAST_CODED_BYTES)
     return NormalLayout(**sizes, item_rows=_ITEM_ROWS)
 
 
@@ -173,7 +176,7 @@ def low_latency_regions(
         buffer_sizes["packed rows"] = num_slots * num_bytes
     sizes = {name: layout.num_buffers * size for name, size in buffer_sizes.items()}
     if handed is Layout.MASKED:
-        results = num_slots * sum_bytes(spec, backward=True)
+        results = num_slots * spec.hidden_format.data_bytes(spec.hidden_size)
         return _regions(sizes | {"expert results": results})
     packed = slot_regions(spec, row_bytes=num_bytes, max_rows=num_rows)
     return (*_regions(sizes), *(replace(each, bytes_per_token=None) for each in packed))

@@ -29,12 +29,14 @@ from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, ShapeError
 from epcomm.kernels import launch
+from epcomm.kernels.nvlink.common.layout import SUM_FORMATS
 from epcomm.platforms.machine import this_machine
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
     FP8_POWER_OF_TWO_SCALES,
     INT8_PER_TOKEN,
+    dequantize,
     quantize,
 )
 from epcomm.spec import Availability, BufferSpec
@@ -124,6 +126,17 @@ def test_buffer_keeps_its_contract(
 
 @pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.parametrize("sums", SUM_FORMATS, ids=str)
+def test_quantised_sums_keep_the_contract(sums: WireFormat) -> None:
+    with EPGroup() as group:
+        env = replace(env_of(group, hidden_size=300), combine=sums)
+        on_gpus = group.device.type == "cuda"
+        for scenario in buffer_suite.SCENARIOS if on_gpus else ("holes", "traffic"):
+            buffer_suite.run_scenario(scenario, env)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MASKED_SCENARIOS)
 def test_masked_buffer_keeps_its_contract(case: str) -> None:
     with EPGroup() as group:
@@ -175,13 +188,14 @@ def test_rows_that_are_quantised_already_travel_as_they_are(
             buffer_suite.check_wire_tensors(env, buffer_suite.BATCH_SPECS["holes"])
 
 
-def serve_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def serve_any_device(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Buffer] = NVLinkLowLatencyBuffer
+) -> None:
     """Let plans take the buffer for CPU ranks too."""
-    caps = NVLinkLowLatencyBuffer.caps(Mode.LOW_LATENCY)
-    monkeypatch.setattr(NVLinkLowLatencyBuffer, "probe", lambda machine: Availability(ok=True))
-    monkeypatch.setattr(
-        NVLinkLowLatencyBuffer, "caps", lambda mode: replace(caps, device_types=None)
-    )
+    (mode,) = kind.modes
+    caps = replace(kind.caps(mode), device_types=None)
+    monkeypatch.setattr(kind, "probe", lambda machine: Availability(ok=True))
+    monkeypatch.setattr(kind, "caps", lambda mode: caps)
 
 
 @pytest.mark.ranks(2)
@@ -282,8 +296,11 @@ def factor_of(expert: int) -> int:
     return expert % 2 + 1
 
 
-def expected_sums(call: DispatchCall, world_size: int) -> Tensor:
-    """Return y to the bit: parts of ranks in k order, cast, and added in rank order, cast."""
+def expected_sums(call: DispatchCall, world_size: int, sums: WireFormat | None = None) -> Tensor:
+    """Return y to the bit: parts of ranks in k order, cast, and added in rank order, cast.
+
+    sums: the format of parts.
+    """
     x, ids, weights = call.unquantized.float(), call.topk_ids, call.topk_weights
     y = torch.zeros_like(x)
     for rank in range(world_size):
@@ -292,7 +309,8 @@ def expected_sums(call: DispatchCall, world_size: int) -> Tensor:
             is_there = (ids[:, k] >= 0) & (ids[:, k] // NUM_LOCAL == rank)
             share = torch.where(is_there, weights[:, k], 0)
             part += (x * (ids[:, k] % 2 + 1).unsqueeze(1)) * share.unsqueeze(1)
-        y += part.to(torch.bfloat16).float()
+        part = part.to(torch.bfloat16)
+        y += dequantize(quantize(part, sums), torch.float32) if sums else part.float()
     return y.to(torch.bfloat16)
 
 
@@ -343,7 +361,8 @@ def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) ->
             continue
         results = compute(out, rank)
         y = combine(buffer, out, results)
-        assert torch.equal(y, expected_sums(call, world_size)), f"round {number}, rank {rank}"
+        wanted = expected_sums(call, world_size, buffer._spec.combine_format)
+        assert torch.equal(y, wanted), f"round {number}, rank {rank}"
     buffer.check()
 
 
@@ -537,7 +556,8 @@ def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group:
         y = combine(buffer, out, compute(out, rank))
         is_lost = call.topk_ids // NUM_LOCAL == dead
         left = replace(call, topk_ids=torch.where(is_lost, -1, call.topk_ids))
-        assert torch.equal(y, expected_sums(left, world_size)), f"round {number}, rank {rank}"
+        wanted = expected_sums(left, world_size, buffer._spec.combine_format)
+        assert torch.equal(y, wanted), f"round {number}, rank {rank}"
         if world_size > 2 and len(call.unquantized) > 1:
             assert (~is_lost & (call.topk_ids >= 0)).any(), "some entries are left"
     buffer.check()
@@ -545,10 +565,11 @@ def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group:
 
 @pytest.mark.slow
 @pytest.mark.ranks(3)
-def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
+@pytest.mark.parametrize("sums", [None, *SUM_FORMATS], ids=str)
+def test_living_ranks_go_on_without_a_dead_one(num_ranks: int, sums: WireFormat | None) -> None:
     dead = 1
     with EPGroup() as group:
-        buffer = HastyBuffer(group.calls, spec_of())
+        buffer = HastyBuffer(group.calls, replace(spec_of(), combine_format=sums))
         buffer.prepare()
         # All ranks take part in this batch, which leaves rows and words of the dead rank in memory.
         run_rounds(buffer, range(1), group)

@@ -19,12 +19,15 @@ from epcomm.calls.call import DispatchCall
 from epcomm.dispatchers.autograd import Sending, combine_rows, dispatch_rows
 from epcomm.ops.slots import dot_rows, gather_rows
 from epcomm.protocol import BatchFlags
+from epcomm.quantization import dequantize, quantize
 from epcomm.records import Handle, RowsCombineInput
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor
 from tests.dispatchers.test_sum_groups import TOKENS, Batch, E, H, K, compute, expected
 
 FP8, MXFP8 = WireFormat(dtype=WireDtype.FP8_E4M3), WireFormat(dtype=WireDtype.MXFP8)
+# The format of gradients for each format of sums: another one, so that a mistake shows.
+GRADIENTS = {None: None, FP8: MXFP8, MXFP8: FP8}
 TRAINS = BatchFlags.GRAD_ENABLED | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
 
 
@@ -97,10 +100,12 @@ def run(buffer: Any, batch: Batch, part: slice, rank: int, *, trains: bool) -> l
     return [y.detach().cpu(), x.grad.cpu(), weights.grad.cpu()]
 
 
-def weight_gradients(batch: Batch, device: torch.device) -> Tensor:
+def weight_gradients(batch: Batch, gradients: WireFormat | None, device: torch.device) -> Tensor:
     """Return the gradients of the router weights, of all entries of all ranks in one call."""
-    results = batch.x.unsqueeze(1) * batch.slope[batch.ids].unsqueeze(2)
-    of_results = batch.grad_y.unsqueeze(1).expand_as(results)
+    results, grad_y = batch.x.unsqueeze(1) * batch.slope[batch.ids].unsqueeze(2), batch.grad_y
+    if gradients is not None:
+        grad_y = dequantize(quantize(grad_y, gradients), grad_y.dtype)
+    of_results = grad_y.unsqueeze(1).expand_as(results)
     pairs = (each.flatten(0, 1).to(device) for each in (of_results, results))
     return dot_rows(*pairs).view_as(batch.weights).cpu().masked_fill(batch.ids < 0, 0.0)
 
@@ -114,7 +119,8 @@ def check_groups(
 ) -> None:
     """Compare sums and gradients with the oracle, and their bytes with those of a plan."""
     rank, world_size, batch = group.rank, group.world_size, Batch.make(dtype)
-    spec = replace(spec_of(world_size, groups, dtype), combine_format=sums)
+    spec, gradients = spec_of(world_size, groups, dtype), GRADIENTS[sums]
+    spec = replace(spec, combine_format=sums, backward_format=gradients)
     buffer = open_with_nan(kind, group, spec)
     parts = [batch.part(other, world_size) for other in range(world_size)]
     shape = CallShape.of(
@@ -123,8 +129,9 @@ def check_groups(
         num_local_experts=E // world_size,
         group_size=E // groups,
     )
-    y, dx, _ = expected(batch, groups, sums and sums.dtype)
-    wanted = [each[parts[rank]] for each in (y, dx, weight_gradients(batch, group.device))]
+    y, dx, _ = expected(batch, groups, sums and sums.dtype, gradients and gradients.dtype)
+    dw = weight_gradients(batch, gradients, group.device)
+    wanted = [each[parts[rank]] for each in (y, dx, dw)]
     for trains in (False, True):
         before = buffer.traffic()
         found = run(buffer, batch, parts[rank], rank, trains=trains)

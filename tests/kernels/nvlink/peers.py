@@ -27,7 +27,7 @@ def peer_blocks(
         table=torch.tensor(addresses, dtype=torch.int64, device=blocks[0].device),
         layout=layout,
         excluded=zeros(size, dtype=torch.int32),
-        counters=zeros(6, dtype=torch.int64),
+        counters=zeros(8, dtype=torch.int64),
         faults=zeros(size, 2, dtype=torch.int64),
         report=zeros(4 + size, dtype=torch.int32),
     )

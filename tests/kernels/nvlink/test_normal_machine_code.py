@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton")
 from epcomm.kernels.cuda_jit import compile_to_cubin, nvrtc_is_installed  # noqa: E402
 from epcomm.kernels.nvlink.normal import collect, combine, dispatch, program  # noqa: E402
 from epcomm.kernels.nvlink.normal.program import Program  # noqa: E402
+from epcomm.quantization import FP8_FLOAT32_SCALES as FP8  # noqa: E402
 from tests.kernels.compile_kernels import normal_layout  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
@@ -35,6 +36,9 @@ DISPATCHES: Mapping[str, Program] = {
         BF16_ROWS._replace(row_bytes=4112, scale_bytes=12, scale_unit=4, alignment=8),
     ),
     "cached": dispatch.program_of(normal_layout(), BF16_ROWS._replace(is_planned=False)),
+    "gradients": dispatch.program_of(
+        normal_layout(FP8), dispatch.RowForm(row_bytes=7168, scale_bytes=224)
+    ),
     "most": dispatch.program_of(replace(normal_layout(), **MOST), BF16_ROWS),
 }
 PLANNED = [name for name, each in DISPATCHES.items() if each.constants["IS_PLANNED"]]

@@ -143,7 +143,7 @@ class Rank:
             rank, blocks, self.layout, num_programs=NUM_BLOCKS, max_polls=POLLS
         )
         self.exchange = NormalExchange.of(self.peers)
-        self.rows = received_rows(blocks[rank], self.layout, 0, SPEC).data
+        self.rows = received_rows(blocks[rank], self.layout, 0, SPEC.hidden_format, HIDDEN).data
         self._begin_at(first_epoch, blocks[rank].view(torch.int32))
         num_rows = self.layout.num_rows
         self.sizes = IndexSizes(

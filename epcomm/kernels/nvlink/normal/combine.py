@@ -27,6 +27,8 @@ PIECE, STAGES = 2048, 3
 NUM_WARPS = SENDERS + 1 + REDUCERS
 # Dynamic shared memory of a block: a ring of pieces for each warp, with barriers of 8 bytes.
 SHARED_BYTES = NUM_WARPS * (STAGES * PIECE + align_up(8 * STAGES, 128))
+# Bytes from the counters of sums to those of quantised gradients, see NormalExchange.
+GRADIENT_COUNTERS_AT = 2 * 8
 # The kinds of numbers in rows.
 _KINDS = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
 
@@ -137,6 +139,9 @@ def combine_rows(
     if row_scalars is not None:
         arguments.scalars = row_scalars.data_ptr()
         arguments.out_scalars = _address(out_scalars)
+        if sums is not None:
+            # Quantised gradients have counters of their own.
+            arguments.counters += GRADIENT_COUNTERS_AT
     with on_device(rows.device):
         launch.kernel.launch(launch.blocks(num_sms), arguments)
     return out if rows.shape[1] == hidden_size else out[:, :hidden_size].contiguous()

@@ -68,18 +68,16 @@ def prepare(layout: NormalLayout, spec: BufferSpec, device: torch.device) -> Non
     Raises:
         CudaError: the compiler or the driver refuses.
     """
-    wire, size = spec.dispatch_format, spec.hidden_size
-    scale_bytes = wire.scale_bytes(size)
-    for rows in (
-        RowForm(
+    gradients, size = spec.backward_format or spec.hidden_format, spec.hidden_size
+    for wire, is_planned in ((spec.dispatch_format, True), (gradients, False)):
+        scale_bytes = wire.scale_bytes(size)
+        rows = RowForm(
             row_bytes=align_up(wire.data_bytes(size), COPY_BYTES),
             scale_bytes=scale_bytes,
             scale_unit=unit_of(scale_bytes),
-            alignment=spec.expert_alignment,
-            is_planned=True,
-        ),
-        RowForm(align_up(spec.hidden_format.data_bytes(size), COPY_BYTES)),
-    ):
+            alignment=spec.expert_alignment if is_planned else 1,
+            is_planned=is_planned,
+        )
         kernel_of(program_of, layout, rows, device)
 
 

@@ -86,8 +86,8 @@ class PreparedKernel:
 class NormalExchange:
     """The memory of all ranks in normal mode.
 
-    peers: with the counters [6]: headers, rows of dispatches and of cached dispatches, sums, sums
-        with scalars, quantised sums.
+    peers: with the counters [8]: headers, rows of dispatches and of cached dispatches, sums, sums
+        with scalars, quantised sums, quantised gradients with scalars, other quantised gradients.
     state: [BUFFER_MARKS + N], int32, see State.
     scratch: [P, scratch_words()], int32, in which blocks report counts to later blocks.
     counted: [P], int32: the dispatch of which a block has reported.

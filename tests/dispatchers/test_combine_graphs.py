@@ -27,17 +27,10 @@ from tests.placement.test_graphs import captured_calls, needs_gpus
 
 # Over nvlink a rank sends at most 32 tokens in lines: rank 0 does so, the others send in bulk.
 LARGER = replace(SPEC, tokens_of_rank=lambda rank, size: 24 + 20 * rank)
-CASES = [
-    (backend, mode, combine_dtype)
-    for backend, mode in (
-        ("nvlink", Mode.LOW_LATENCY),
-        ("nvlink", Mode.NORMAL),
-        ("collective", Mode.LOW_LATENCY),
-    )
-    for combine_dtype in ROW_BYTES
-    if (backend == "collective" and os.environ.get(BACKEND_ENV) != SHARED_GPUS)
-    or (backend == "nvlink" and combine_dtype is not WireDtype.NVFP4)
-]
+WAYS = [("nvlink", Mode.LOW_LATENCY), ("nvlink", Mode.NORMAL)]
+CASES = [(*way, each) for way in WAYS for each in ROW_BYTES if each is not WireDtype.NVFP4]
+if os.environ.get(BACKEND_ENV) != SHARED_GPUS:
+    CASES += [("collective", Mode.LOW_LATENCY, each) for each in ROW_BYTES]
 
 
 @needs_gpus

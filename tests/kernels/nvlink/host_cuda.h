@@ -28,6 +28,7 @@ typedef long long i64;
 #define __shared__ static __thread
 
 struct Index3 { u32 x; };
+struct uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 extern __thread Index3 threadIdx, blockIdx, blockDim, gridDim;
@@ -52,6 +53,9 @@ void store_piece(char* to, const char* from, u32 num_bytes);
 void end_group();
 void await_groups(int most, bool are_stored);
 void bring_piece(char* to, const char* from, u32 num_bytes, u64* barrier);
+void begin_copy(char* to, const char* from);
+void end_copies();
+void await_copies(u32 most);
 bool has_ended(const u64* barrier, u32 parity);
 
 void run(void (*kernel)(const void*), const void* arguments, u32 blocks, u32 threads, u32 shared_bytes,
@@ -194,9 +198,16 @@ template <int NUM>
 void await_read() { host::await_groups(NUM, false); }
 inline void await_stored() { host::await_groups(0, true); }
 inline void pass_to_copies() {}
+inline void begin_copy(u32 to, u64 from) { host::begin_copy(host::arena() + to, (const char*)from); }
+inline void end_copies() { host::end_copies(); }
+template <int NUM>
+void await_copies() { host::await_copies(NUM); }
 inline uint4 load_piece(u32 address) { return *(const uint4*)(host::arena() + address); }
 template <class T>
-void load_shared(T& value, u32 address) { value = *(const T*)(host::arena() + address); }
+void load_shared(T& value, u32 address) {
+    __builtin_memcpy(&value, host::arena() + address, sizeof(T));
+}
+inline u32 current_lane() { return threadIdx.x % 32; }
 inline u64 clock_ns() {
     host::rest();
     return host::now_ns();
@@ -222,14 +233,29 @@ inline u32 nearest_e4m3(float value) {
     const u32 nearest = ((bits & 0x7fffffff) + 0x7ffff + (bits >> 20 & 1) >> 20) - (120 << 3);
     return sign | (nearest < 0x7e ? nearest : 0x7e);
 }
-inline u32 as_e4m3(float low, float high) { return nearest_e4m3(low) | nearest_e4m3(high) << 8; }
+inline u32 as_e4m3(float a, float b, float c, float d) {
+    return nearest_e4m3(a) | nearest_e4m3(b) << 8 | nearest_e4m3(c) << 16 | nearest_e4m3(d) << 24;
+}
+inline u32 larger_magnitudes(u32 a, u32 b) {
+    const u32 low = max(a & 0x7fff, b & 0x7fff), high = max(a >> 16 & 0x7fff, b >> 16 & 0x7fff);
+    return low | high << 16;
+}
+inline float quotient_of(float a, float b) { return a / b; }
+inline float larger_magnitude(float a, float b) {
+    const int x = __float_as_int(a) & 0x7fffffff, y = __float_as_int(b) & 0x7fffffff;
+    return __int_as_float(max(x, y));
+}
 // Seven bits are those of a float16 whose exponent has a larger bias.
 inline u32 float16_of_e4m3(u32 code) {
     const u32 magnitude = code & 0x7f;
     const _Float16 value = as_bits<_Float16>((u16)(magnitude << 7)) * (_Float16)256;
     return (magnitude == 0x7f ? 0x7fff : as_bits<u16>(value)) | (code & 0x80) << 8;
 }
-inline u32 of_e4m3(u16 codes) { return float16_of_e4m3(codes & 0xff) | float16_of_e4m3(codes >> 8) << 16; }
+inline uint2 of_e4m3(u32 codes) {
+    u32 numbers[4];
+    for (int i = 0; i < 4; ++i) numbers[i] = float16_of_e4m3(codes >> 8 * i & 0xff);
+    return {numbers[0] | numbers[1] << 16, numbers[2] | numbers[3] << 16};
+}
 
 #ifdef HOST_CUDA_RUNTIME
 #include <sched.h>
@@ -360,6 +386,8 @@ struct Fiber {
     Clock clock;
     std::vector<Piece> open_group;
     std::deque<std::vector<Piece>> groups;
+    std::vector<Load> open_copies;
+    std::deque<std::vector<Load>> copies;
 };
 
 struct Warp {
@@ -670,6 +698,24 @@ void bring_piece(char* to, const char* from, u32 num_bytes, u64* barrier) {
     const Load load = {to, from, num_bytes, barrier};
     if (block->memory) block->loads.push_back(load);
     else complete(load);
+}
+
+// A copy ends at any time until it is awaited.
+void begin_copy(char* to, const char* from) {
+    if (block->memory && block->random() % 2) self().open_copies.push_back({to, from, 16, nullptr});
+    else copy(to, from, 16);
+}
+
+void end_copies() {
+    if (!block->memory) return;
+    self().copies.push_back(std::move(self().open_copies));
+    self().open_copies.clear();
+}
+
+void await_copies(u32 most) {
+    for (Fiber& fiber = self(); fiber.copies.size() > most; fiber.copies.pop_front()) {
+        for (const Load& each : fiber.copies.front()) copy(each.to, each.from, each.num_bytes);
+    }
 }
 
 bool has_ended(const u64* barrier, u32 parity) {

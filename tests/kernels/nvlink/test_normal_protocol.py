@@ -57,17 +57,19 @@ SPEC = BufferSpec(
     max_tokens_per_rank=MAX_TOKENS,
     batches_in_flight=1,
 )
+QUANTIZED = replace(SPEC, combine_format=combine.SUM_FORMATS[0])
 # The polls of a wait, each of a millisecond.
 POLLS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A change of the source of a kernel, and the epoch at which rounds begin."""
+    """A change of the source of a kernel, the epoch at which rounds begin, and their buffers."""
 
     old: str
     new: str
     first_epoch: int = 0
+    spec: BufferSpec = SPEC
 
 
 NOTHING = Fault(old="", new="")
@@ -105,6 +107,14 @@ FAULTS = {
         new="EXACT ? (int)(word - (u32)mark_of(epoch)) < 0 :",
         # Compared with this epoch, words of 0 look newer.
         first_epoch=-(2**31) + 1,
+    ),
+    "codes are read before they are there": Fault(
+        old="await_copies<STAGES_OF<From> - 1>();", new="", spec=QUANTIZED
+    ),
+    "lanes read before the copies of others are there": Fault(
+        old="// The copies of all lanes are there.\n                __syncwarp();",
+        new="",
+        spec=QUANTIZED,
     ),
 }
 
@@ -284,7 +294,7 @@ def test_kernels_keep_the_protocol_in_a_weak_memory(
     "spec",
     [
         pytest.param(replace(SPEC, sum_groups=WORLD_SIZE * NUM_LOCAL), id="sums of groups"),
-        pytest.param(replace(SPEC, combine_format=combine.SUM_FORMATS[0]), id="quantised sums"),
+        pytest.param(QUANTIZED, id="quantised sums"),
     ],
 )
 def test_other_sums_keep_the_protocol(
@@ -298,7 +308,7 @@ def test_other_sums_keep_the_protocol(
 def test_faults_of_the_protocol_are_found(name: str, weak_kernels: Callable[[Fault], None]) -> None:
     fault = FAULTS[name]
     weak_kernels(fault)
-    assert first_wrong_round(fault, 100) is not None
+    assert first_wrong_round(fault, 100, fault.spec) is not None
 
 
 def test_each_fault_changes_a_kernel() -> None:

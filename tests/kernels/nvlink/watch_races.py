@@ -12,7 +12,7 @@ import torch
 from epcomm.kernels.nvlink.normal import program
 from epcomm.kernels.nvlink.normal.program import LoadedKernel, Program
 from tests.kernels.nvlink.host_cuda import HostKernel, build, source_of
-from tests.kernels.nvlink.test_normal_protocol import NOTHING, first_wrong_round
+from tests.kernels.nvlink.test_normal_protocol import NOTHING, QUANTIZED, SPEC, first_wrong_round
 
 NUM_ROUNDS = 6
 
@@ -27,8 +27,10 @@ def main(old: str = "", new: str = "") -> str | None:
         return HostKernel(made, path, options=("-DHOST_CUDA_WATCHED",))
 
     program.load_kernel = load
-    wrong = first_wrong_round(NOTHING, NUM_ROUNDS)
-    return None if wrong is None else f"round {wrong} is wrong"
+    for spec in (SPEC, QUANTIZED):
+        if (wrong := first_wrong_round(NOTHING, NUM_ROUNDS, spec)) is not None:
+            return f"round {wrong} is wrong"
+    return None
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@
 //
 // Each warp has a ring of shared memory into which the copy engine brings pieces of rows: bytes in flight
 // decide how fast a few SMs read, and registers would hold fewer. Pieces of a sender's next row are in
-// flight before the current row is summed.
+// flight before the current row is summed. With IS_QUANTIZED, which takes more arithmetic, lanes copy the
+// pieces: that needs fewer instructions than to begin a copy of the engine.
 //
 // Constants of combine.py: ROW_KIND (of the numbers in a row: BFLOAT16, FLOAT16 or FLOAT32), HIDDEN (numbers
 // in a row of a multiple of 16 bytes), GROUP_EXPERTS (WORLD * GROUPS is at most 32), SENDERS, REDUCERS,
@@ -49,7 +50,7 @@ constexpr int WARPS = SENDERS + 1 + REDUCERS;
 // A lane's part of a vector of the warp.
 typedef uint4 Numbers;
 struct Codes {
-    typename UnitOf<NUMBERS>::type codes;
+    u32 codes[NUMBERS / 4];
     u32 scale;
 };
 template <bool>
@@ -57,6 +58,10 @@ struct SumOf { typedef Numbers type; };
 template <>
 struct SumOf<true> { typedef Codes type; };
 typedef SumOf<IS_QUANTIZED>::type Sum;
+template <class Part>
+constexpr bool IS_CODES = false;
+template <>
+constexpr bool IS_CODES<Codes> = true;
 constexpr int SUMS_COUNTER = IS_QUANTIZED ? 5 : 3;
 // Blocks of a vector of the warp, and the bytes of a piece's scales.
 constexpr int BLOCKS = 32 * NUMBERS / BLOCK;
@@ -70,6 +75,12 @@ template <class Part>
 constexpr int BYTES_OF_ROW = ROW_BYTES;
 template <>
 constexpr int BYTES_OF_ROW<Codes> = (PIECES * PIECE_SCALES + HIDDEN + 15) / 16 * 16;
+// The stages of a ring, by what they hold: more of codes, whose pieces are short.
+template <class Part>
+constexpr int STAGES_OF = RING;
+template <>
+constexpr int STAGES_OF<Codes> = RING * PIECE / PIECE_BYTES<Codes> < PIECES
+    ? RING * PIECE / PIECE_BYTES<Codes> : PIECES;
 
 struct Arguments {
     const char* rows;         // of rows_stride bytes each
@@ -132,13 +143,34 @@ __device__ void unpack(float (&values)[NUMBERS], const Codes& part) {
     dequantize(values, part.codes, scale_of_bits(part.scale));
 }
 
-// Load a lane's part of vector u of a piece in shared memory.
-__device__ void load_part(Numbers& part, u32 piece, int u) {
-    part = load_piece(piece + 16 * (threadIdx.x % 32 + 32 * u));
+// Sums that become codes are in chunks of 16 columns a lane: their codes are a vector, and few lanes have a
+// block. A chunk has CHUNK_VECTORS vectors of numbers, a piece CHUNKS chunks of each lane. A lane takes
+// vector number i of a chunk at i ^ turn_of(lane), because the eight lanes that are served at the same time
+// shall read from all banks of shared memory.
+constexpr int CHUNK_VECTORS = 16 / NUMBERS;
+constexpr int CHUNKS = UNROLL / CHUNK_VECTORS;
+// Whether all pieces of a row are whole.
+constexpr bool IS_WHOLE = ROW_BYTES % PIECE == 0;
+
+__device__ u32 turn_of(u32 lane) { return lane * CHUNK_VECTORS / 8 % CHUNK_VECTORS; }
+
+// The first byte of a lane's vector u in a piece of numbers whose sums become `To`.
+template <class To>
+__device__ u32 byte_of(u32 lane, int u) {
+    if constexpr (!IS_CODES<To>) return 16 * (lane + 32 * u);
+    const u32 chunk = u / CHUNK_VECTORS * (512 * CHUNK_VECTORS);
+    return ((16 * (CHUNK_VECTORS * lane + turn_of(lane))) ^ (16 * (u % CHUNK_VECTORS))) + chunk;
 }
 
-__device__ void load_part(Codes& part, u32 piece, int u) {
-    const int lane = threadIdx.x % 32, block = BLOCKS * u + lane * NUMBERS / BLOCK;
+// Load a lane's part of vector u of a piece in shared memory, for sums that become `To`.
+template <class To>
+__device__ void load_part(Numbers& part, u32 piece, u32 lane, int u) {
+    part = load_piece(piece + byte_of<To>(lane, u));
+}
+
+template <class To>
+__device__ void load_part(Codes& part, u32 piece, u32 lane, int u) {
+    const int block = BLOCKS * u + lane * NUMBERS / BLOCK;
     load_shared(part.codes, piece + PIECE_SCALES + NUMBERS * (lane + 32 * u));
     load_shared(part.scale, piece + block * SCALE_BYTES_OF_BLOCK / 4 * 4);
     if (HAS_EXPONENTS) part.scale = part.scale >> block % 4 * 8 & 0xff;
@@ -189,25 +221,75 @@ __device__ void store_sums(const float (&sum)[UNROLL][NUMBERS], Numbers* to, int
     }
 }
 
-__device__ void store_sums(const float (&sum)[UNROLL][NUMBERS], Codes* to, int piece) {
-    const int lane = threadIdx.x % 32, left = HIDDEN - piece * (PIECE / NUMBER_BYTES);
-    char* scales = (char*)to + piece * PIECE_BYTES<Codes>;
-    u32 scale = 0;
+// Round the sums of a lane as rows are, and find the largest magnitude of each chunk. Of the piece, `left`
+// columns are in the row.
+__device__ void round_sums(float (&values)[CHUNKS][16], float (&largest)[CHUNKS],
+                           const float (&sum)[UNROLL][NUMBERS], u32 lane, int left) {
+    u32 pairs[CHUNKS];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-        const int at = NUMBERS * (lane + 32 * u);
-        float values[NUMBERS] = {};
-        if (at < left) unpack(values, packed(sum[u]));
-        typename UnitOf<NUMBERS>::type codes;
-        const u32 of_block = quantize(codes, values);
-        if (at < left) store_far((decltype(codes)*)(scales + PIECE_SCALES + at), codes);
-        // Scales of a piece are stored together, scale l by lane l.
-        const u32 other = __shfl_sync(ALL_LANES, of_block, lane % BLOCKS * (32 / BLOCKS));
-        if (lane / BLOCKS == u) scale = other;
+        const int c = u / CHUNK_VECTORS, i = u % CHUNK_VECTORS;
+        uint4 v = packed(sum[u]);
+        // Behind the end of a row is what was in shared memory before.
+        if (!IS_WHOLE && (int)byte_of<Codes>(lane, u) / NUMBER_BYTES >= left) v = {0, 0, 0, 0};
+        float numbers[NUMBERS];
+        unpack(numbers, v);
+#pragma unroll
+        for (int n = 0; n < NUMBERS; ++n) values[c][NUMBERS * i + n] = numbers[n];
+        const u32 of_vector = larger_magnitudes(larger_magnitudes(v.x, v.y), larger_magnitudes(v.z, v.w));
+        pairs[c] = i ? larger_magnitudes(pairs[c], of_vector) : of_vector;
     }
-    if (lane >= UNROLL * BLOCKS || lane * BLOCK >= left) return;
-    if (HAS_EXPONENTS) store_far((unsigned char*)scales + lane, (unsigned char)scale);
-    else store_far((u32*)scales + lane, scale);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        if (ROW_KIND == BFLOAT16) {
+            largest[c] = larger_magnitude(__uint_as_float(pairs[c] << 16),
+                                          __uint_as_float(pairs[c] & 0xffff0000u));
+        } else {
+            largest[c] = larger_magnitude(values[c][0], values[c][1]);
+#pragma unroll
+            for (int n = 2; n < 16; ++n) largest[c] = larger_magnitude(largest[c], values[c][n]);
+        }
+    }
+}
+
+// Return the codes of a chunk in the order of columns: vector number i was i ^ turn.
+__device__ uint4 in_order(const u32 (&codes)[4], u32 turn) {
+    u32 words[4] = {codes[0], codes[1], codes[2], codes[3]};
+#pragma unroll
+    for (int bit = 1; bit < CHUNK_VECTORS; bit *= 2) {
+        // Words of a vector.
+        constexpr int WORDS = NUMBERS / 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int other = i ^ bit * WORDS;
+            if (other < i) continue;
+            const u32 first = turn & bit ? words[other] : words[i];
+            words[other] = turn & bit ? words[i] : words[other];
+            words[i] = first;
+        }
+    }
+    return {words[0], words[1], words[2], words[3]};
+}
+
+__device__ void store_sums(const float (&sum)[UNROLL][NUMBERS], Codes* to, int piece) {
+    const u32 lane = current_lane();
+    const int left = HIDDEN - piece * (PIECE / NUMBER_BYTES);
+    float values[CHUNKS][16], largest[CHUNKS];
+    round_sums(values, largest, sum, lane, left);
+    u32 codes[CHUNKS][4];
+    const u32 scale = quantize(codes, values, largest);
+    char* scales = (char*)to + piece * PIECE_BYTES<Codes>;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        const int at = 512 * c + 16 * (int)lane;
+        const uint4 ordered = in_order(codes[c], turn_of(lane));
+        if (IS_WHOLE || at < left) store_far((uint4*)(scales + PIECE_SCALES + at), ordered);
+    }
+    // The first lanes of a block have the scales of its chunks.
+    const u32 block = (512 * (lane % CHUNKS) + 16 * lane) / BLOCK;
+    if (lane % (BLOCK / 16) >= CHUNKS || (!IS_WHOLE && (int)block * BLOCK >= left)) return;
+    if (HAS_EXPONENTS) store_far((unsigned char*)scales + block, (unsigned char)scale);
+    else store_far((u32*)scales + block, scale);
 }
 
 // Rows that are added up: one of each lane in `mask`, with its address and its weight.
@@ -233,12 +315,29 @@ __device__ u32 barrier_of(const Ring& ring, int stage) {
     return ring.memory + RING * PIECE + 8 * stage;
 }
 
+// Bring in the piece that is `at` bytes into the row at `from`, as a group of copies.
+template <class From>
+__device__ void bring_by_lanes(u32 to, u64 from, int at) {
+    const int begin = 16 * (threadIdx.x % 32);
+#pragma unroll
+    for (int i = 0; i < PIECE_BYTES<From>; i += 512) {
+        const bool is_of_piece = i + 512 <= PIECE_BYTES<From> || begin < PIECE_BYTES<From> - i;
+        const bool is_of_row = BYTES_OF_ROW<From> == PIECES * PIECE_BYTES<From>
+            || at + i + begin < BYTES_OF_ROW<From>;
+        if (is_of_piece && is_of_row) begin_copy(to + begin + i, from + (at + begin) + i);
+    }
+    end_copies();
+}
+
 // Begin to bring in the next piece of `rows`, into a stage that was read.
 template <class From>
 __device__ void bring(Ring& ring, const Rows& rows, int stage) {
     const int at = ring.piece * PIECE_BYTES<From>;
-    // The lane that knows where the row begins loads the piece.
-    if ((int)threadIdx.x % 32 == __ffs(ring.left) - 1) {
+    if constexpr (IS_QUANTIZED) {
+        bring_by_lanes<From>(ring.memory + PIECE_BYTES<From> * stage,
+                             __shfl_sync(ALL_LANES, rows.from, __ffs(ring.left) - 1), at);
+    } else if ((int)threadIdx.x % 32 == __ffs(ring.left) - 1) {
+        // The lane that knows where the row begins loads the piece.
         const u32 num_bytes = min(PIECE_BYTES<From>, BYTES_OF_ROW<From> - at);
         const u32 barrier = barrier_of(ring, stage);
         expect(barrier, num_bytes);
@@ -260,17 +359,22 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
         ring.piece = 0;
         int stage = ring.stage;
 #pragma unroll 1
-        for (int i = 0; i < RING; ++i) {
+        for (int i = 0; i < STAGES_OF<From>; ++i) {
             bring<From>(ring, rows, stage);
-            stage = stage + 1 == RING ? 0 : stage + 1;
+            stage = stage + 1 == STAGES_OF<From> ? 0 : stage + 1;
         }
     }
     bool brings_next = false;
+    const u32 lane = IS_QUANTIZED ? current_lane() : threadIdx.x % 32;
 #pragma unroll 1
     for (int piece = 0; piece < PIECES; ++piece) {
         float sum[UNROLL][NUMBERS];
         // Without a bias the first row begins the sums.
-        if (bias != nullptr || !rows.mask) begin_sums(sum, bias, piece * PIECE);
+        if (bias != nullptr || !rows.mask) {
+            begin_sums(sum, bias, piece * PIECE);
+            // The compiler keeps the branch, in place of a selection for each number.
+            if (IS_QUANTIZED) __syncwarp();
+        }
         u32 left = rows.mask;
 #pragma unroll 1
         while (left) {
@@ -278,11 +382,19 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
             if (HAS_WEIGHTS) weight = __shfl_sync(ALL_LANES, rows.weight, __ffs(left) - 1);
             const bool is_first = bias == nullptr && left == rows.mask;
             left &= left - 1;
-            while (!has_ended(barrier_of(ring, ring.stage), ring.parity)) {
+            if constexpr (IS_QUANTIZED) {
+                await_copies<STAGES_OF<From> - 1>();
+                // The copies of all lanes are there.
+                __syncwarp();
+            } else {
+                while (!has_ended(barrier_of(ring, ring.stage), ring.parity)) {
+                }
             }
             From parts[UNROLL];
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) load_part(parts[u], ring.memory + PIECE * ring.stage, u);
+            for (int u = 0; u < UNROLL; ++u) {
+                load_part<To>(parts[u], ring.memory + PIECE_BYTES<From> * ring.stage, lane, u);
+            }
             if (is_first) add<HAS_WEIGHTS, true>(sum, parts, weight);
             else add<HAS_WEIGHTS, false>(sum, parts, weight);
             // All lanes have read the piece.
@@ -294,7 +406,9 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
             }
             if (!brings_next) bring<From>(ring, rows, ring.stage);
             else if (next.mask) bring<From>(ring, next, ring.stage);
-            if (++ring.stage == RING) {
+            // One group of copies for each piece that was read.
+            else if (IS_QUANTIZED) end_copies();
+            if (++ring.stage == STAGES_OF<From>) {
                 ring.stage = 0;
                 ring.parity ^= 1;
             }
@@ -553,6 +667,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     if (warp < SENDERS) send(a, ring, num_completed, num_items);
     else if (warp == SENDERS) release_items(a, num_completed, epoch, num_items);
     // Warps that have sent their rows reduce, too.
+    if (IS_QUANTIZED) ring.stage = 0;
     reduce(a, ring, epoch, failed != 0);
     __syncthreads();
     if (threadIdx.x == 0 && arrive_here(a.state + COMBINE_LEFT) == (int)gridDim.x - 1) {

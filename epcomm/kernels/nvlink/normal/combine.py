@@ -3,6 +3,9 @@
 Between two H100 with 4096 tokens each, hidden size 7168 and top-8, it takes 0.42 ms on 24 of their
 SMs with slot weights, and 0.38 ms without. With five pieces in flight in each warp it took 0.47 ms
 in both cases, because too many copies delay one another.
+
+With quantised sums lanes copy the pieces instead of the copy engine. Alone on one H100 on 32 SMs, 8
+ranks, FP8, combine takes 0.46 ms, with the engine 0.51, and in BF16 with the engine 0.44.
 """
 
 from __future__ import annotations

@@ -140,6 +140,20 @@ __device__ void await_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: 
 // The copy engine reads what loads of this thread have acquired.
 __device__ void pass_to_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
+// Copies of 16 bytes by a thread, which reads through the L2 cache what its loads may read.
+__device__ void begin_copy(u32 to, u64 from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// The copies that this thread has begun since the last call are a group, which may be empty.
+__device__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until all groups of copies of this thread but the last NUM are in shared memory.
+template <int NUM>
+__device__ void await_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(NUM) : "memory");
+}
+
 __device__ uint4 load_piece(u32 address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -152,8 +166,18 @@ __device__ void load_shared(u32& value, u32 address) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
 }
 
-__device__ void load_shared(u64& value, u32 address) {
-    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+__device__ void load_shared(u32 (&words)[1], u32 address) { load_shared(words[0], address); }
+
+__device__ void load_shared(u32 (&words)[2], u32 address) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1])
+                 : "r"(address) : "memory");
+}
+
+// The lane of this thread, for code that must not keep what it computes of it in registers.
+__device__ u32 current_lane() {
+    u32 lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
 }
 
 // Time, and numbers.
@@ -183,16 +207,54 @@ __device__ float of_float16(u16 bits) {
     return value;
 }
 
-// Two codes of e4m3, the first in the lower half. Numbers above 448 become 448.
-__device__ u32 as_e4m3(float low, float high) {
-    u16 both;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
-    return both;
+// The rounded quotient of numbers whose powers are small: what __fdiv_rn() does, but for its branch for others.
+__device__ float quotient_of(float a, float b) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+    inverse = __fmaf_rn(inverse, __fmaf_rn(-b, inverse, 1.0f), inverse);
+    const float quotient = __fmul_rn(a, inverse);
+    return __fmaf_rn(inverse, __fmaf_rn(-b, quotient, a), quotient);
 }
 
-// Two numbers of float16 of two codes.
-__device__ u32 of_e4m3(u16 codes) {
-    u32 both;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(codes));
-    return both;
+// The larger magnitudes of two pairs of bfloat16, with any signs.
+__device__ u32 larger_magnitudes(u32 a, u32 b) {
+    u32 larger;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
+// The larger magnitude, or what is no number if one of them is none.
+__device__ float larger_magnitude(float a, float b) {
+    float larger;
+    asm("{\n"
+        ".reg .f32 a, b;\n"
+        "abs.f32 a, %1;\n"
+        "abs.f32 b, %2;\n"
+        "max.NaN.f32 %0, a, b;\n"
+        "}" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
+// Codes of e4m3 in a word, the first in the lowest byte. Numbers above 448 become 448.
+__device__ u32 as_e4m3(float a, float b, float c, float d) {
+    u32 four;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n"
+        "}" : "=r"(four) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return four;
+}
+
+// The numbers of float16 of four codes.
+__device__ uint2 of_e4m3(u32 codes) {
+    uint2 four;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+        "}" : "=r"(four.x), "=r"(four.y) : "r"(codes));
+    return four;
 }

@@ -326,6 +326,5 @@ class ReturnsSlots(Buffer):
         y is the sum over k, in order, of weight * row in float32, cast once. Rows are sent in the
         dtype of y.
         Collective: yes.   Deterministic: yes.   Host sync: none.
-        Raises:
-            as combine().
+        Raises: as combine().
         """

@@ -22,10 +22,9 @@ def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
         reasons.append(f"{sent}, but EPConfig.backward_dtype is {gradients.dtype.value}")
     if caps.max_top_k is not None and spec.top_k > caps.max_top_k:
         reasons.append(f"top_k is {spec.top_k}, at most {caps.max_top_k}")
-    if spec.hidden_size % caps.hidden_multiple:
-        reasons.append(
-            f"hidden_size is {spec.hidden_size}, expected a multiple of {caps.hidden_multiple}"
-        )
+    size, multiple = spec.hidden_size, caps.hidden_multiple
+    if size % multiple:
+        reasons.append(f"hidden_size is {size}, expected a multiple of {multiple}")
     return reasons
 
 

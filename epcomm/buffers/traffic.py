@@ -12,8 +12,7 @@ class BufferTraffic:
     """The bytes sent to other ranks since the buffer was prepared; local copies do not count.
 
     dispatch_bytes: towards the experts, forward or backward.
-    combine_bytes: of combine, forward or backward.
-    control_bytes: counts, faults and flags.
+    combine_bytes: of combine, forward or backward.   control_bytes: counts, faults and flags.
     bytes_between: bytes of dispatch and combine to ranks of other hosts; 0 if BufferSpec.hosts is
         None, and for vendor packages that cross hosts themselves.
     """
@@ -25,13 +24,11 @@ class BufferTraffic:
 
     def __add__(self, other: Self) -> Self:
         """Return the sums by kind."""
-        names = [field.name for field in fields(self)]
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+        return replace(self, **{name: n + getattr(other, name) for name, n in vars(self).items()})
 
     def __sub__(self, other: Self) -> Self:
         """Return the differences by kind."""
-        names = [field.name for field in fields(self)]
-        return replace(self, **{name: getattr(self, name) - getattr(other, name) for name in names})
+        return replace(self, **{name: n - getattr(other, name) for name, n in vars(self).items()})
 
     @property
     def total_bytes(self) -> int:

@@ -14,17 +14,9 @@ from torch import Tensor
 
 from epcomm.buffers.base import Backend
 from epcomm.buffers.traffic import BufferTraffic
+from epcomm.calls import faults
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import any_flags, guard_ids
-from epcomm.calls.faults import (
-    DeviceFaults,
-    assume_all_need_grad,
-    check_gradients,
-    ids_error,
-    pack_header,
-    raise_faults,
-    repeated_ids_error,
-)
 from epcomm.calls.header import ANY_BATCH, CallKind
 from epcomm.calls.order import Calls
 from epcomm.errors import BackendUnavailable, EPError, HandleError
@@ -42,12 +34,11 @@ class VendorCalls(Backend):
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         collectives = calls.collectives
-        self._calls, self._collectives = calls, collectives
-        self._spec = spec
+        self._calls, self._collectives, self._spec = calls, collectives, spec
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._device = collectives.device
         self._is_closed = False
-        self._faults = DeviceFaults(collectives.names, collectives.device)
+        self._faults = faults.DeviceFaults(collectives.names, collectives.device)
         # The fault word on the host. It is read after a host sync of the package, so it adds none.
         is_cuda = collectives.device.type == "cuda"
         self._fault_on_host = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=is_cuda)
@@ -108,13 +99,13 @@ class VendorCalls(Backend):
         ids, fault = self._guard_on_device(call)
         self._fault_on_host.copy_(fault, non_blocking=True)
         if not self._spec.compares_calls:
-            return ids, assume_all_need_grad(call.flags)
+            return ids, faults.assume_all_need_grad(call.flags)
         flags = torch.tensor(int(call.flags), device=ids.device)
         values = self._gather_values(fault, flags).tolist()
         names = self._collectives.names
         codes, all_flags = [value[0] for value in values], [value[1] for value in values]
-        raise_faults(codes, names, self._own_error(call, codes[self._rank]))
-        check_gradients(all_flags, names, call.expert_names)
+        faults.raise_faults(codes, names, self._own_error(call, codes[self._rank]))
+        faults.check_gradients(all_flags, names, call.expert_names)
         return ids, any_flags(all_flags)
 
     def _guard_on_device(self, call: DispatchCall) -> tuple[Tensor, Tensor]:
@@ -136,8 +127,8 @@ class VendorCalls(Backend):
         if call.error is not None or code == FaultCode.NONE:
             return call.error
         if code == FaultCode.REPEATED_IDS:
-            return repeated_ids_error(call.topk_ids, self._collectives.names)
-        return ids_error(call.topk_ids, self._num_experts, self._collectives.names)
+            return faults.repeated_ids_error(call.topk_ids, self._collectives.names)
+        return faults.ids_error(call.topk_ids, self._num_experts, self._collectives.names)
 
     def _record(self, call: DispatchCall, fault: Tensor, required: Tensor | None = None) -> Tensor:
         """Record this rank's fault, or with compares_calls the faults of all ranks.
@@ -145,12 +136,12 @@ class VendorCalls(Backend):
         required: int64 scalar, the slots that this rank needs; None: at most those that it has.
         Returns: bool scalar on the device: whether this call has a recorded fault.
         """
-        own = (pack_header(fault, call.flags), fault * 0 if required is None else required)
+        own = (faults.pack_header(fault, call.flags), fault * 0 if required is None else required)
         if self._spec.compares_calls:
             values = self._gather_values(*own)
         else:
             # The faults of the other ranks are unknown; record none for them.
-            header = pack_header(torch.zeros_like(fault), call.flags).to(torch.int64)
+            header = faults.pack_header(torch.zeros_like(fault), call.flags).to(torch.int64)
             values = torch.stack([header, header * 0]).repeat(self._world_size, 1)
             values[self._rank] = torch.stack([value.to(torch.int64) for value in own])
         return self._faults.record(

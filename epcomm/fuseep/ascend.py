@@ -129,10 +129,9 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
-        assert spec.intermediate_size is not None, "a plan with weights knows it"
-        packed = cls.kind.num_bytes(
-            spec.num_local_experts, spec.hidden_size, spec.intermediate_size
-        )
+        inner_size = spec.intermediate_size
+        assert inner_size is not None, "a plan with weights knows it"
+        packed = cls.kind.num_bytes(spec.num_local_experts, spec.hidden_size, inner_size)
         window = cls.window_bytes(spec, world_size)
         regions = {"window of the process group": window, "packed experts": packed}
         return tuple(
@@ -239,7 +238,6 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
             )
 
     def _count(self, chunks: list[DispatchCall], counts: Tensor) -> None:
-        """Count bytes to other ranks, from the tokens sent and the slots computed."""
         ids = torch.cat([chunk.topk_ids for chunk in chunks])
         to_rank = slots_to_ranks(ids, self._num_experts, self._world_size)
         out, combine_bytes = slot_bytes(self._spec)

@@ -77,10 +77,9 @@ class FuseEPPath:
                 raises.
             HandleError: the group is closed.
         """
+        where = self._group.where
         if self._group.is_closed:
-            raise HandleError(
-                f"fuseep: the EPGroup is closed ({self._group.where}); make a new one"
-            )
+            raise HandleError(f"fuseep: the EPGroup is closed ({where}); make a new one")
         num_tokens = num_tokens_of(hidden_states)
         refusal = self._refusal(hidden_states, topk, weights)
         error = refusal or self._checks.find_call_error(hidden_states, topk)

@@ -1,9 +1,8 @@
 """Compute FuseEP in plain torch over any group: the steps of the fused operators one by one.
 
 Tokens are sent as INT8 codes with one scale each. Experts compute as runner quantized_reference
-does, and round their results to bfloat16.
-CollectiveBuffer moves the tokens and sums the weighted results in float32, so that nothing is
-rounded between the results of the experts and y.
+does, and round their results to bfloat16. CollectiveBuffer moves the tokens and sums the weighted
+results in float32, so that nothing is rounded between the results of the experts and y.
 """
 
 from dataclasses import replace

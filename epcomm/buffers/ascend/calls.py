@@ -102,7 +102,6 @@ class AscendCalls(VendorCalls):
         self._buffer = package.Buffer(group=process_group, **arguments)
 
     def _signature_reasons(self, buffer: type) -> list[str]:
-        """Return why the calls of this backend do not fit the package's Buffer."""
         return signature_reasons(buffer, self.calls)
 
     def _raise_reasons(self, reasons: Sequence[str]) -> None:

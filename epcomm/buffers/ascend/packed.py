@@ -28,16 +28,9 @@ from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable, EPError
 from epcomm.ops.masked_entries import fill_masked_entries, has_no_expert
 from epcomm.ops.slots import packed_index
+from epcomm.platforms.ascend import environment
 from epcomm.platforms.ascend.chip import Soc, current_soc
-from epcomm.platforms.ascend.environment import (
-    Rounds,
-    current_rounds,
-    int8_reasons,
-    rounds_of,
-    rounds_reasons,
-    variable_reasons,
-    window_reasons,
-)
+from epcomm.platforms.ascend.environment import Rounds
 from epcomm.platforms.ascend.limits import (
     MAX_LOCAL_EXPERTS_TIMES_RANKS,
     MAX_TOP_K,
@@ -112,10 +105,10 @@ class AscendBuffer(AscendCalls, Buffer):
 
     @classmethod
     def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        window = cls._window_bytes(spec, world_size, rounds_of(machine.environment))
-        reasons = [] if window is None else window_reasons(window, machine.environment)
-        reasons += variable_reasons(machine.environment, current_soc())
-        reasons += int8_reasons(spec.dispatch_format, machine.environment)
+        window = cls._window_bytes(spec, world_size, environment.rounds_of(machine.environment))
+        reasons = [] if window is None else environment.window_reasons(window, machine.environment)
+        reasons += environment.variable_reasons(machine.environment, current_soc())
+        reasons += environment.int8_reasons(spec.dispatch_format, machine.environment)
         return tuple(reasons)
 
     @classmethod
@@ -169,17 +162,14 @@ class AscendBuffer(AscendCalls, Buffer):
             return WireTensor(data=data, format=WireFormat.of(data.dtype))
         return WireTensor(data=data, format=INT8_PER_TOKEN, scales=scales.unsqueeze(1))
 
-    def _dispatched(
-        self, rows: WireTensor, ids: Tensor, exchange_plan: AscendExchangePlan
-    ) -> Dispatched:
-        """Count the bytes that this rank sent, and return the received rows."""
+    def _dispatched(self, rows: WireTensor, ids: Tensor, plan: AscendExchangePlan) -> Dispatched:
         to_rank = slots_to_ranks(ids, self._num_experts, self._world_size)
         self._count_bytes(DISPATCH, to_rank, slot_bytes(self._spec)[0])
         return Dispatched(
             rows=rows,
-            index=exchange_plan.index,
+            index=plan.index,
             slot_weights=None,
-            exchange_plan=exchange_plan,
+            exchange_plan=plan,
             any_flags=BatchFlags.NONE,
         )
 
@@ -254,7 +244,7 @@ class AscendNormalBuffer(AscendBuffer):
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
         return replace(
-            packed_caps(current_rounds().max_tokens),
+            packed_caps(environment.current_rounds().max_tokens),
             # The package computes RINT127EPS; the two differ only for magnitudes below 2e-5.
             int8_profiles=frozenset({Int8Profile.RINT127, Int8Profile.RINT127EPS}),
         )
@@ -262,7 +252,7 @@ class AscendNormalBuffer(AscendBuffer):
     @classmethod
     def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         reasons = super().lacks_with(machine, spec, world_size)
-        return (*reasons, *rounds_reasons(machine.environment))
+        return (*reasons, *environment.rounds_reasons(machine.environment))
 
     @classmethod
     def _window_bytes(cls, spec: BufferSpec, world_size: int, rounds: Rounds) -> int:
@@ -273,7 +263,7 @@ class AscendNormalBuffer(AscendBuffer):
         tokens = spec.max_tokens_per_rank
         row, combine_bytes = slot_bytes(spec)
         most = None if tokens is None else tokens * world_size * spec.top_k
-        window = cls._window_bytes(spec, world_size, current_rounds())
+        window = cls._window_bytes(spec, world_size, environment.current_rounds())
 
         return (
             Region(name="window of the process group", max_bytes=window),
@@ -344,11 +334,8 @@ class AscendLowLatencyBuffer(AscendBuffer):
     calls: ClassVar[Mapping[str, Sequence[str]]] = {
         "__init__": ("group", "low_latency_mode"),
         "low_latency_dispatch": (
-            "x",
-            "topk_idx",
-            "num_max_dispatch_tokens_per_rank",
-            "num_experts",
-            "topk_weights",
+            *("x", "topk_idx", "topk_weights"),
+            *("num_max_dispatch_tokens_per_rank", "num_experts"),
         ),
         "low_latency_combine": ("x", "topk_idx", "topk_weights", "handle"),
     }

@@ -146,13 +146,11 @@ class AscendStandardBuffer(AllGatherBuffer):
 
     def _without_masked_entries(self, gathered: Gathered) -> tuple[Tensor, Tensor]:
         """Return ids [R, K], int32, and weights, with the additional expert for masked entries."""
-        used = gathered.row_of_token
-        ids = torch.full(
-            gathered.topk_ids.shape, self._num_experts, dtype=torch.int32, device=used.device
-        )
+        used, no_expert = gathered.row_of_token, self._num_experts
+        ids = torch.full_like(gathered.topk_ids, no_expert, dtype=torch.int32)
         found = gathered.topk_ids[used]
-        ids[used] = found.masked_fill(found < 0, self._num_experts)
-        return ids, gathered.topk_weights.masked_fill(ids == self._num_experts, 0.0)
+        ids[used] = found.masked_fill(found < 0, no_expert)
+        return ids, gathered.topk_weights.masked_fill(ids == no_expert, 0.0)
 
     def _pack(self, gathered: Gathered, ids: Tensor) -> tuple[WireTensor, Tensor, SlotIndex]:
         """Return packed rows of this rank's experts, a multiple of K, their positions and index."""

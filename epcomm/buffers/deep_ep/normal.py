@@ -214,7 +214,6 @@ class DeepEPBuffer(VendorCalls, Buffer, Generic[HandleT]):
         flags: BatchFlags,
         has_failed: Tensor | None,
     ) -> Dispatched:
-        """Count the bytes that this rank sent, and return what arrived."""
         wire = as_wire(received.rows, self._spec.dispatch_format)
         is_packed = index.row_of_slot is None
         self._count_bytes(DISPATCH, received.rows_to_rank, row_bytes_of(self._spec).dispatch)

@@ -71,17 +71,16 @@ def as_wire(received: Rows, wire_format: WireFormat) -> WireTensor:
 def row_bytes_of(spec: BufferSpec, *, backward: bool = False) -> RowBytes:
     """Return bytes of a row in dispatch and combine; backward also sends gradients of weights."""
     hidden_size, entries = spec.hidden_size, _ENTRY_BYTES * spec.top_k
-    combine_bytes = spec.hidden_format.data_bytes(hidden_size)
+    sum_bytes = spec.hidden_format.data_bytes(hidden_size)
     if backward:
-        return RowBytes(dispatch=combine_bytes, combine=combine_bytes + 4 * spec.top_k)
+        return RowBytes(dispatch=sum_bytes, combine=sum_bytes + 4 * spec.top_k)
     wire = spec.dispatch_format
     scale_bytes = wire.scale_bytes(hidden_size)
     if wire.scale_dtype == torch.float8_e8m0fnu:
         # The size is a whole number of int32 words.
         scale_bytes = -(-scale_bytes // 4) * 4
-    return RowBytes(
-        dispatch=wire.data_bytes(hidden_size) + scale_bytes + entries, combine=combine_bytes
-    )
+    sent_bytes = wire.data_bytes(hidden_size) + scale_bytes + entries
+    return RowBytes(dispatch=sent_bytes, combine=sum_bytes)
 
 
 def low_latency_bytes(max_tokens: int, hidden_size: int, num_experts: int) -> int:

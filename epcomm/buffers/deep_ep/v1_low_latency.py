@@ -31,15 +31,8 @@ from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.ops.slots import count_experts
+from epcomm.platforms import deep_ep_package
 from epcomm.platforms.deep_ep import queue_reasons
-from epcomm.platforms.deep_ep_package import (
-    WIRE_DTYPES,
-    WITH_LEGACY_BUFFER,
-    device_types,
-    format_reasons,
-    load_deep_ep,
-    probe_deep_ep,
-)
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, Pending, SlotIndex
@@ -68,7 +61,6 @@ class LowLatencyExchangePlan(ExchangePlan):
     handle: LegacyHandle
     topk_ids: Tensor
     topk_weights: Tensor
-    slots_from_rank: Tensor
     has_failed: Tensor
     batch: int
 
@@ -85,7 +77,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
-        return probe_deep_ep(WITH_LEGACY_BUFFER, machine)
+        return deep_ep_package.probe_deep_ep(deep_ep_package.WITH_LEGACY_BUFFER, machine)
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -93,7 +85,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             layout=Layout.MASKED,
             trainable=False,
             ordered=False,
-            wire_dtypes=WIRE_DTYPES,
+            wire_dtypes=deep_ep_package.WIRE_DTYPES,
             combine_dtypes=frozenset({WireDtype.LOGFMT10}),
             max_top_k=_MAX_TOP_K,
             batches_in_flight=_BATCHES_IN_FLIGHT,
@@ -101,12 +93,12 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             is_static=True,
             has_slot_budget=False,
             reports_faults=False,
-            device_types=device_types(),
+            device_types=deep_ep_package.device_types(),
         )
 
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        reasons = format_reasons(spec)
+        reasons = deep_ep_package.format_reasons(spec)
         if spec.hidden_size not in _HIDDEN_SIZES:
             sizes = ", ".join(map(str, _HIDDEN_SIZES))
             reasons.append(f"is compiled for hidden_size {sizes}, not {spec.hidden_size}")
@@ -119,11 +111,9 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         capacity = _rank_capacity(spec, world_size) * world_size
         if spec.dispatch_format.dtype is WireDtype.FP8_E4M3 and capacity % 4:
             reasons.append("FP8 rows need max_tokens_per_rank * ranks to be a multiple of 4")
-        num_bytes = message_bytes(spec, world_size)
-        if num_bytes >= _MAX_MESSAGE_BYTES:
-            reasons.append(
-                f"needs {num_bytes} B for messages, and takes less than {_MAX_MESSAGE_BYTES} B"
-            )
+        most, num_bytes = _MAX_MESSAGE_BYTES, message_bytes(spec, world_size)
+        if num_bytes >= most:
+            reasons.append(f"needs {num_bytes} B for messages, and takes less than {most} B")
         return tuple(reasons)
 
     @classmethod
@@ -157,7 +147,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         )
 
     def prepare(self) -> None:
-        package: Any = load_deep_ep(WITH_LEGACY_BUFFER)
+        package: Any = deep_ep_package.load_deep_ep(deep_ep_package.WITH_LEGACY_BUFFER)
         spec = self._spec
         self._max_tokens = _rank_capacity(spec, self._world_size)
         self._expert_capacity = self._max_tokens * self._world_size
@@ -198,14 +188,36 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         batch = self._num_batches
         self._num_batches += 1
         self._in_flight.append(batch)
-        # Combine reads the weights, and the caller may have overwritten them by then.
-        weights = call.topk_weights.clone(memory_format=torch.contiguous_format)
+        experts = torch.arange(len(counts) + 1, dtype=torch.int32, device=counts.device)
+        exchange_plan = LowLatencyExchangePlan(
+            num_tokens=ids.shape[0],
+            num_rows=self._max_slots,
+            index=SlotIndex(
+                num_tokens_per_expert=counts,
+                first_slot=self._expert_capacity * experts,
+                expert_alignment=self._spec.expert_alignment,
+            ),
+            handle=handle,
+            topk_ids=ids,
+            # Combine reads the weights, and the caller may have overwritten them by then.
+            topk_weights=call.topk_weights.clone(memory_format=torch.contiguous_format),
+            has_failed=has_failed,
+            batch=batch,
+        )
+        sent = count_experts(ids, self._num_experts).view(self._world_size, -1).sum(1)
+        self._count_bytes(DISPATCH, sent, _slot_bytes(self._spec)[0])
         receive_once = self._receive_last = cache(receive)
 
         def wait() -> Dispatched:
             self._check_in_flight(batch, "wait")
             receive_once()
-            return self._dispatched(batch, ids, weights, received, counts, handle, has_failed)
+            return Dispatched(
+                rows=self._wire(received),
+                index=exchange_plan.index,
+                slot_weights=None,
+                exchange_plan=exchange_plan,
+                any_flags=BatchFlags.NONE,
+            )
 
         return Pending(wait)
 
@@ -252,7 +264,9 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             return_recv_hook=True,
             **options,
         )
-        self._count_bytes(COMBINE, exchange_plan.slots_from_rank, _slot_bytes(self._spec)[1])
+        # handle[1] is layout_range, [L, W]: the first row of each rank and the number of its rows.
+        from_rank = (exchange_plan.handle[1] & 0xFFFFFFFF).sum(0)
+        self._count_bytes(COMBINE, from_rank, _slot_bytes(self._spec)[1])
         self._in_flight.remove(exchange_plan.batch)
         receive_once = self._receive_last = cache(receive)
 
@@ -261,44 +275,6 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             return y.masked_fill(exchange_plan.has_failed, float("nan"))
 
         return Pending(wait)
-
-    def _dispatched(
-        self,
-        batch: int,
-        ids: Tensor,
-        weights: Tensor,
-        received: Rows,
-        counts: Tensor,
-        handle: LegacyHandle,
-        has_failed: Tensor,
-    ) -> Dispatched:
-        index = SlotIndex(
-            num_tokens_per_expert=counts,
-            first_slot=self._expert_capacity
-            * torch.arange(len(counts) + 1, dtype=torch.int32, device=counts.device),
-            expert_alignment=self._spec.expert_alignment,
-        )
-        sent = count_experts(ids, self._num_experts).view(self._world_size, -1).sum(1)
-        # handle[1] is layout_range, [L, W]: the first row of each rank and the number of its rows.
-        exchange_plan = LowLatencyExchangePlan(
-            num_tokens=ids.shape[0],
-            num_rows=self._max_slots,
-            index=index,
-            handle=handle,
-            topk_ids=ids,
-            topk_weights=weights,
-            slots_from_rank=(handle[1] & 0xFFFFFFFF).sum(0),
-            has_failed=has_failed,
-            batch=batch,
-        )
-        self._count_bytes(DISPATCH, sent, _slot_bytes(self._spec)[0])
-        return Dispatched(
-            rows=self._wire(received),
-            index=index,
-            slot_weights=None,
-            exchange_plan=exchange_plan,
-            any_flags=BatchFlags.NONE,
-        )
 
     def _check_in_flight(self, batch: int, function: str) -> None:
         if batch not in self._in_flight:

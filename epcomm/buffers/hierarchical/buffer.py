@@ -251,9 +251,7 @@ class HierarchicalBuffer(Buffer):
         )
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        assert isinstance(exchange_plan, HierarchicalExchangePlan), (
-            "an exchange plan of this buffer"
-        )
+        assert isinstance(exchange_plan, HierarchicalExchangePlan), "a plan of this buffer"
         rows = _tried(lambda: self._outer.cached_dispatch(hidden_states, exchange_plan.outer))
         if isinstance(rows, EPError):
             self._inner.combine(hidden_states[:0], None, rows_per=RowsPer.ROW, error=rows)
@@ -274,17 +272,11 @@ class HierarchicalBuffer(Buffer):
             with suppress(type(error)):
                 self._inner.combine(rows, None, rows_per=rows_per, error=error)
             return self._outer.combine(rows, None, rows_per=rows_per, error=error)
-        assert isinstance(exchange_plan, HierarchicalExchangePlan), (
-            "an exchange plan of this buffer"
-        )
+        assert isinstance(exchange_plan, HierarchicalExchangePlan), "a plan of this buffer"
         number = self._calls_inside.next_batch
         try:
             sums, scalars = self._combine_inside(
-                rows,
-                exchange_plan,
-                rows_per=rows_per,
-                slot_weights=slot_weights,
-                row_scalars=row_scalars,
+                rows, exchange_plan, rows_per, slot_weights, row_scalars
             )
         except Exception as problem:
             # If the header was not sent yet, the dispatcher reports the failure in both exchanges.
@@ -314,7 +306,6 @@ class HierarchicalBuffer(Buffer):
         self,
         rows: Tensor,
         exchange_plan: HierarchicalExchangePlan,
-        *,
         rows_per: RowsPer,
         slot_weights: Tensor | None,
         row_scalars: Tensor | None,
@@ -389,7 +380,6 @@ def _tried(function: Callable[[], T]) -> T | EPError:
 
 
 def _as_error(problem: Exception, function: str, collectives: Collectives) -> EPError:
-    """Return `problem` if it is an EPError, else an EPError with its text."""
     if isinstance(problem, EPError):
         return problem
     return EPError(f"{function}: {problem} ({collectives.names.where}); correct this error")

@@ -102,11 +102,10 @@ class HostMover(RowMover):
             raise HandleError(f"{self._name}: the buffer is closed ({where}); make a new EPGroup")
 
     def find_overwritten(self, exchange_plan: CollectiveExchangePlan) -> EPError | None:
-        views_epoch = exchange_plan.views_epoch
-        if views_epoch is None or self.epoch - views_epoch < self._num_batches:
+        written = exchange_plan.views_epoch
+        if written is None or self.epoch - written < self._num_batches:
             return None
-        where = self._calls.names.where
-        return overwritten_error(self._name, views_epoch, self._num_batches, where)
+        return overwritten_error(self._name, written, self._num_batches, self._calls.names.where)
 
     def exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor]:
         return partial(self._share_headers, call)
@@ -267,7 +266,6 @@ class SharedMemoryBuffer(RowsBuffer):
 
 
 def _parts(num_rows: int, row_bytes: int) -> Iterator[slice]:
-    """Yield ranges of rows of at most _PART_BYTES each."""
     step = max(_PART_BYTES // row_bytes, 1)
     return (slice(at, min(at + step, num_rows)) for at in range(0, num_rows, step))
 
@@ -300,6 +298,5 @@ def _table_shape(spec: BufferSpec, world_size: int) -> tuple[int, int, int, int]
 
 
 def _opening_bytes(spec: BufferSpec, world_size: int) -> int:
-    """Return the bytes of a rank's block of signals and headers."""
     table_words = math.prod(_table_shape(spec, world_size))
     return line_aligned(signal_bytes(world_size)) + line_aligned(8 * table_words)

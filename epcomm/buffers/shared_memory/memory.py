@@ -58,17 +58,13 @@ class HostMemory:
         # finalizer too, because the caller may never call close() and descriptors are limited.
         self._files: list[int] = []
         self._own_files: list[int] = []
-        finalizer = weakref.finalize(self, _close_all, self._own_files, self._files)
-        finalizer.atexit = False
+        weakref.finalize(self, _close_all, self._own_files, self._files).atexit = False
         place, error = self._create()
-        places = self._agree(calls, place, error, phase)
-        maps, error = self._attach(places)
+        maps, error = self._attach(self._agree(calls, place, error, phase))
         # No rank closes its file before all ranks have mapped it.
         self._agree(calls, "", error, phase)
         self.maps: tuple[mmap.mmap, ...] = tuple(maps)
-        self.blocks: tuple[Tensor, ...] = tuple(
-            torch.frombuffer(each, dtype=torch.uint8) for each in maps
-        )
+        self.blocks: list[Tensor] = [torch.frombuffer(each, dtype=torch.uint8) for each in maps]
 
     def words(self, at: int, shape: tuple[int, ...]) -> list[Tensor]:
         """Return int64 words [shape] at byte `at` of the block of each rank."""
@@ -200,7 +196,6 @@ def _close_all(*files: list[int]) -> None:
 
 
 def _unnamed_file() -> int:
-    """Create an unnamed file in memory and return its descriptor."""
     try:
         return os.memfd_create("epcomm", os.MFD_CLOEXEC | _NEVER_EXECUTED)
     except OSError:
@@ -208,7 +203,6 @@ def _unnamed_file() -> int:
 
 
 def _is_free(file: int) -> bool:
-    """Return whether no process holds the lock of a file."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

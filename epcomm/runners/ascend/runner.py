@@ -94,7 +94,6 @@ class AscendRunner(ExpertRunner):
 
     @classmethod
     def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
-        """Name the operators that these experts need."""
         is_int8 = isinstance(weights, Int8ChannelWeights)
         return ("npu_grouped_matmul", "npu_dequant_swiglu_quant" if is_int8 else "npu_swiglu")
 
@@ -127,9 +126,8 @@ class AscendRunner(ExpertRunner):
     ) -> Int8Rows:
         """Compute the first product, activate and quantise it, [C, I]."""
         sums = multiply(rows.codes, matrices, counts, output_dtype=torch.int32)
-        return activate_sums(
-            sums, counts, weight_scale=weights.gate_up_scale, row_scales=rows.scales
-        )
+        scale = weights.gate_up_scale
+        return activate_sums(sums, counts, weight_scale=scale, row_scales=rows.scales)
 
 
 class AscendSwigluRunner(AscendRunner):
@@ -158,9 +156,8 @@ class AscendSwigluRunner(AscendRunner):
             per_token_scale=rows.scales,
             output_dtype=torch.bfloat16,
         )
-        hidden = quantize(
-            torch.ops.npu.npu_swiglu(sums), weights.wire_format, profile=self.int8_profile
-        )
+        hidden = torch.ops.npu.npu_swiglu(sums)
+        hidden = quantize(hidden, weights.wire_format, profile=self.int8_profile)
         assert hidden.scales is not None, "quantised rows have scales"
         return Int8Rows(codes=hidden.data, scales=hidden.scales.flatten())
 

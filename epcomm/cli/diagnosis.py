@@ -36,8 +36,7 @@ class DoctorReport:
 def doctor(machine: Machine | None = None) -> DoctorReport:
     """Inspect a machine.
 
-    Args:
-        machine: the machine to inspect; None: this machine.
+    machine: the machine to inspect; None: this machine.
 
     Local; starts up to three short-lived processes.   Host sync: none.
     """
@@ -117,9 +116,7 @@ def _runner(name: str, machine: Machine) -> Finding:
     return _part(name, detail, kinds, [] if verdict.ok else [verdict])
 
 
-def _part(
-    name: str, detail: str, serves: tuple[str, ...], lacking: Sequence[Availability]
-) -> Finding:
+def _part(name: str, detail: str, serves: tuple[str, ...], lacking: list[Availability]) -> Finding:
     """Return the finding on a backend or runner; `lacking`: what each of its classes lacks."""
     reasons = tuple(dict.fromkeys(reason for each in lacking for reason in each.reasons))
     needs = next((each.needs for each in lacking if each.needs), "")

@@ -40,14 +40,12 @@ class OneLineGroup(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
     def _line(self, error: Any, args: Sequence[str]) -> str:  # noqa: ANN401
-        """Return the message of an error of typer, with the command that has it."""
         if isinstance(error, BadInput):
             return error.message
         # The error of an option without its value does not name the command.
         own = " ".join(["epcomm", *(each for each in args[:1] if each in self.commands)])
         command = own if error.ctx is None else error.ctx.command_path
-        text = " ".join(error.format_message().split())
-        return f"{command}: {text} (see {command} --help)"
+        return f"{command}: {' '.join(error.format_message().split())} (see {command} --help)"
 
 
 def refuse(line: str) -> NoReturn:

@@ -3,11 +3,13 @@
 import json
 import sys
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from typer import Option
 
 from epcomm.cli.model_file import read_model_file
 from epcomm.cli.one_line import BadInput
@@ -40,16 +42,15 @@ _MAX_ELEMENTS = 2**58
 class LayerOptions:
     """The layer; an option takes precedence over the --model file."""
 
-    hidden_size: Annotated[int | None, typer.Option(help="H.")] = None
-    num_experts: Annotated[int | None, typer.Option(help="Of the model.")] = None
-    top_k: Annotated[int | None, typer.Option(help="Experts of a token.")] = None
+    hidden_size: Annotated[int | None, Option(help="H.")] = None
+    num_experts: Annotated[int | None, Option(help="Of the model.")] = None
+    top_k: Annotated[int | None, Option(help="Experts of a token.")] = None
     intermediate_size: Annotated[
-        int | None, typer.Option(help="Of one expert; without it no runner is chosen.")
+        int | None, Option(help="Of one expert; without it no runner is chosen.")
     ] = None
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64.")] = None
+    dtype: Annotated[str | None, Option(help="bf16, fp16, fp32 or fp64.")] = None
     experts: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(QUANTIZED_KINDS)}, or unquantised: what --dtype is."),
+        str | None, Option(help=f"{', '.join(QUANTIZED_KINDS)}, or unquantised: what --dtype is.")
     ] = None
     model: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="The config.json of a model.")
@@ -64,10 +65,9 @@ class LayerOptions:
 class RankOptions:
     """The ranks, and the machines that run them."""
 
-    ranks: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="That share the experts.")] = 8
+    ranks: Annotated[int, Option(min=1, max=MAX_RANKS, help="That share the experts.")] = 8
     hosts: Annotated[
-        int | None,
-        typer.Option(min=1, help="Hosts of the ranks, the same number of ranks on each."),
+        int | None, Option(min=1, help="Hosts of the ranks, the same number of ranks on each.")
     ] = None
     device: Annotated[
         str | None, typer.Option(help=f"Plan for ranks that are not here: {', '.join(DEVICES)}.")
@@ -106,39 +106,35 @@ class RankOptions:
 class ConfigOptions:
     """The fields of EPConfig; an option takes precedence over the --config file."""
 
-    mode: Annotated[
-        str | None, typer.Option(help="standard, normal, low_latency, auto or fuseep.")
-    ] = None
+    mode: Annotated[str | None, Option(help="standard, normal, low_latency, auto or fuseep.")] = (
+        None
+    )
     backend: Annotated[
-        str | None, typer.Option(help="auto, or one of the backends that `epcomm doctor` lists.")
+        str | None, Option(help="auto, or one of the backends that `epcomm doctor` lists.")
     ] = None
-    runner: Annotated[str | None, typer.Option(help="auto or a registered name.")] = None
+    runner: Annotated[str | None, Option(help="auto or a registered name.")] = None
     max_tokens_per_rank: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--max-tokens",
             "--max-tokens-per-rank",
             help="Most tokens a rank dispatches in one call.",
         ),
     ] = None
     max_recv_slots: Annotated[
-        int | None, typer.Option(help="Most slots a rank receives in one call.")
+        int | None, Option(help="Most slots a rank receives in one call.")
     ] = None
     sum_groups: Annotated[
-        int | None, typer.Option(help="Groups of experts whose results are summed separately.")
+        int | None, Option(help="Groups of experts whose results are summed separately.")
     ] = None
-    replicated: Annotated[bool | None, typer.Option(help="Every rank passes the same tokens.")] = (
-        None
-    )
+    replicated: Annotated[bool | None, Option(help="Every rank passes the same tokens.")] = None
     measurements: Annotated[
         Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="auto chooses by this file of `epcomm bench`."
-        ),
+        Option(exists=True, dir_okay=False, help="auto chooses by this file of `epcomm bench`."),
     ] = None
     config: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="EPConfig fields, .toml, .json or .yaml."),
+        Option(exists=True, dir_okay=False, help="EPConfig fields, .toml, .json or .yaml."),
     ] = None
 
     def read(self) -> EPConfig:
@@ -153,7 +149,7 @@ class OutputOptions:
     """How a plan is printed."""
 
     json: Annotated[
-        bool, typer.Option("--json", help="Print one object, docs/commands.md has its keys.")
+        bool, Option("--json", help="Print one object, docs/commands.md has its keys.")
     ] = False
 
 
@@ -195,29 +191,25 @@ def plan_command(
         sys.stdout.write(text_of(chosen, record, in_file.get("model_type")))
 
 
-def _layer_of(
-    options: LayerOptions, in_file: dict[str, Any]
-) -> tuple[MoESpec, ExpertTensors | None]:
+def _layer_of(layer: LayerOptions, in_file: dict[str, Any]) -> tuple[MoESpec, ExpertTensors | None]:
     """Return the layer that options and a model file describe, and one expert without memory.
 
     The expert chooses the runner; None if its size is unknown.
     """
-    said = in_file | options.sizes()
+    said = in_file | layer.sizes()
     dtype = said.get("dtype", "bf16").removeprefix("torch.")
     if dtype not in _DTYPES:
-        raise ConfigError(
-            f"epcomm plan: dtype is {shown(dtype)}, expected one of {sorted(_DTYPES)}"
-        )
+        expected = sorted(_DTYPES)
+        raise ConfigError(f"epcomm plan: dtype is {shown(dtype)}, expected one of {expected}")
     spec = MoESpec(
         **{name: _required(name, said) for name in ("hidden_size", "num_experts", "top_k")},
         dtype=_DTYPES[dtype],
     )
     spec.check()
-    return spec, _weights_of(spec, said.get("intermediate_size"), options.experts)
+    return spec, _weights_of(spec, said.get("intermediate_size"), layer.experts)
 
 
 def _given(options: LayerOptions | ConfigOptions, *names: str) -> dict[str, Any]:
-    """Return the options of these names that the user has passed."""
     found = {name: getattr(options, name) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -231,9 +223,7 @@ def _required(name: str, said: dict[str, Any]) -> int:
     return said[name]
 
 
-def _weights_of(
-    spec: MoESpec, intermediate_size: int | None, kind: str | None
-) -> ExpertTensors | None:
+def _weights_of(spec: MoESpec, inner_size: int | None, kind: str | None) -> ExpertTensors | None:
     """Return one gated expert on the meta device; None if its size is unknown."""
     if kind is not None and kind not in QUANTIZED_KINDS and _DTYPES.get(kind) is not spec.dtype:
         own = WireDtype.from_torch(spec.dtype).value
@@ -241,27 +231,25 @@ def _weights_of(
             f"epcomm plan: experts is {shown(kind)}, expected {own}, as the hidden states are, or "
             f"one of {sorted(QUANTIZED_KINDS)}"
         )
-    if intermediate_size is None:
+    if inner_size is None:
         if kind is not None:
             raise ConfigError(
                 f"epcomm plan: experts is {kind}, but their size is in neither an option nor a "
                 "--model file; pass --intermediate-size"
             )
         return None
-    if not is_size(intermediate_size):
+    if not is_size(inner_size):
         raise ConfigError(
-            f"epcomm plan: intermediate_size is {shown(intermediate_size)}, expected 1 to "
-            f"{MAX_SIZE}"
+            f"epcomm plan: intermediate_size is {shown(inner_size)}, expected 1 to {MAX_SIZE}"
         )
-    if spec.hidden_size * intermediate_size > _MAX_ELEMENTS:
+    if spec.hidden_size * inner_size > _MAX_ELEMENTS:
         raise ConfigError(
             f"epcomm plan: an expert of hidden_size {spec.hidden_size} and intermediate_size "
-            f"{intermediate_size} has larger matrices than torch can name; give smaller sizes"
+            f"{inner_size} has larger matrices than torch can name; give smaller sizes"
         )
-    gate_up = torch.empty(
-        1, 2 * intermediate_size, spec.hidden_size, dtype=spec.dtype, device="meta"
-    )
-    down = torch.empty(1, spec.hidden_size, intermediate_size, dtype=spec.dtype, device="meta")
+    empty = partial(torch.empty, dtype=spec.dtype, device="meta")
+    gate_up = empty(1, 2 * inner_size, spec.hidden_size)
+    down = empty(1, spec.hidden_size, inner_size)
     plain = ExpertWeights(gate_up_proj=gate_up, down_proj=down)
     quantized = QUANTIZED_KINDS.get(kind or "")
     return plain if quantized is None else quantized.from_unquantized(plain)

@@ -25,11 +25,7 @@ def record_of(
     ranks = chosen.prefill.world_size
     return {
         "version": version_of("epcomm"),
-        "layer": {
-            **asdict(spec),
-            "dtype": WireDtype.from_torch(spec.dtype).value,
-            "ranks": ranks,
-        },
+        "layer": {**asdict(spec), "dtype": WireDtype.from_torch(spec.dtype).value, "ranks": ranks},
         "assumed": list(chosen.assumed),
         "phases": {name or "all": _phase(phase) for name, phase in chosen.phases().items()},
         "decode_lacks": chosen.decode_lacks,
@@ -61,12 +57,8 @@ def _phase(phase: PhasePlan) -> dict[str, object]:
         "max_bytes_between_hosts": phase.max_bytes_between_hosts(),
         "limits": dict(phase.limits()),
         "memory": [
-            {
-                "region": region.name,
-                "bytes_per_token": region.bytes_per_token,
-                "max_bytes": region.max_bytes,
-            }
-            for region in phase.regions()
+            {"region": r.name, "bytes_per_token": r.bytes_per_token, "max_bytes": r.max_bytes}
+            for r in phase.regions()
         ],
         "rejected": [asdict(each) for each in phase.rejected],
     }

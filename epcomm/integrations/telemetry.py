@@ -75,13 +75,8 @@ def metrics(model: nn.Module) -> list[Metric]:
     """
     layers = named_expert_parallel_layers(model)
     groups = list(dict.fromkeys(layer.group for layer in layers.values()))
-    labels_of = {
-        group: {"group": str(number), "rank": str(group.rank)}
-        for number, group in enumerate(groups)
-    }
-    taken = [
-        ({**labels_of[layer.group], "layer": name}, layer.stats()) for name, layer in layers.items()
-    ]
+    labels_of = {g: {"group": str(n), "rank": str(g.rank)} for n, g in enumerate(groups)}
+    taken = [({**labels_of[e.group], "layer": name}, e.stats()) for name, e in layers.items()]
     found = [
         metric
         for name in _OF_LAYERS
@@ -95,11 +90,9 @@ def metrics(model: nn.Module) -> list[Metric]:
 def as_prometheus_text(found: Iterable[Metric]) -> str:
     """Return metrics in the text format of Prometheus, version 0.0.4.
 
-    Args:
-        found: metrics of one name follow one another, as metrics() returns them.
+    found: metrics of one name follow one another, as metrics() returns them.
     """
-    lines: list[str] = []
-    last = None
+    lines, last = list[str](), None
     for metric in found:
         if metric.name != last:
             lines.append(f"# HELP {metric.name} {metric.help}")

@@ -18,7 +18,6 @@ Dtypes = tuple[torch.dtype, ...]
 
 IDS: Dtypes = (torch.int64, torch.int32)
 FLOAT32: Dtypes = (torch.float32,)
-_INTEGERS = (int, Integral)
 # Scales are opaque words of four bytes.
 _SCALES: Dtypes = (torch.float32, torch.int32, torch.uint32)
 
@@ -149,7 +148,7 @@ class Check:
 
     def number(self, name: str, number: object) -> None:
         """Require an integer of at least 0."""
-        if not isinstance(number, _INTEGERS) or number < 0:
+        if not isinstance(number, int | Integral) or number < 0:
             fault = f"{name} is {number!r}, expected an integer of at least 0"
             raise self.error(ConfigError, fault, "pass 0 for the default")
 

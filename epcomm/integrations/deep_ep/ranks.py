@@ -118,9 +118,8 @@ class Ranks:
     def check_open(self, function: str) -> None:
         """Raise HandleError after close()."""
         if self._group.is_closed:
-            raise HandleError(
-                f"{function}: the buffer is destroyed ({self.where}); make a new Buffer"
-            )
+            where = self.where
+            raise HandleError(f"{function}: the buffer is destroyed ({where}); make a new Buffer")
 
     def open(self, service: Service, spec: BufferSpec) -> Buffer:
         """Return the epcomm buffer for rows of `spec`, opened if no call had its shape before.
@@ -261,11 +260,8 @@ class Ranks:
         everyone = self.gather(_CHOICE, found)
         hosts, lacking = {each["host"] for each in everyone}, []
         for name, kind in kinds.items():
-            reasons = [
-                f"{name} on rank {rank}: {each[name]}"
-                for rank, each in enumerate(everyone)
-                if each[name]
-            ]
+            texts = [(rank, each[name]) for rank, each in enumerate(everyone)]
+            reasons = [f"{name} on rank {rank}: {text}" for rank, text in texts if text]
             if kind.needs_one_host and (len(hosts) > 1 or "" in hosts):
                 reasons.append(f"{name}: ranks are on {len(hosts)} hosts, expected one")
             if not reasons:

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -58,9 +59,8 @@ class BlockProbe:
         self._num_experts = num_experts
         self._generator = torch.Generator().manual_seed(0)
         with on_cpu():
-            self._slopes = (
-                torch.rand(num_experts, generator=self._generator, dtype=torch.float32) + 0.5
-            )
+            slopes = torch.rand(num_experts, generator=self._generator, dtype=torch.float32)
+            self._slopes = slopes + 0.5
             large: dict[str, nn.Module] = {"experts": _StubOfBlock(self._slopes)}
             if layout.shared_experts is not None:
                 large[layout.shared_experts] = _StubOfShared(self._kind, layout.shared_experts)
@@ -171,9 +171,8 @@ class BlockProbe:
         if not matrices:
             raise refusal(f"the router of {self._kind} has no matrix", "one of [E, H]")
         hidden_size = matrices[0].shape[1]
-        ordinary = 8 * torch.randn(
-            _NUM_TOKENS, hidden_size, generator=generator, dtype=torch.float32
-        )
+        shape = (_NUM_TOKENS, hidden_size)
+        ordinary = 8 * torch.randn(shape, generator=generator, dtype=torch.float32)
         low = [ordinary.new_full((_NUM_LOW_TOKENS, hidden_size), -each) for each in _LOW_LOGITS]
         x = torch.cat([ordinary, *low])
         x = x[torch.randperm(x.shape[0], generator=generator)]
@@ -240,13 +239,10 @@ class _StubOfLayer(nn.Module):
         self.group = SimpleNamespace(device=torch.device("cpu"), where="in a probe", calls=None)
 
     def forward(self, hidden: Tensor, topk: TopKOutput, **_: object) -> Tensor:
-        factors = (self.slopes[topk.topk_ids] * topk.topk_weights).sum(-1, keepdim=True)
-        return hidden * factors
+        return hidden * (self.slopes[topk.topk_ids] * topk.topk_weights).sum(-1, keepdim=True)
 
 
 class _StubOfShared(nn.Module):
-    """Replaces the shared experts."""
-
     def __init__(self, kind: str, name: str) -> None:
         super().__init__()
         self._what = f"{kind} calls {name}"
@@ -301,10 +297,9 @@ def fill(block: nn.Module, generator: torch.Generator, num_experts: int) -> None
     """Fill in random values; rows of matrices sum to about -1, so that ones give that logit."""
     for tensor in (*block.parameters(), *block.buffers()):
         if is_table(tensor):
-            rows = torch.rand(
-                tensor.shape[0], num_experts, generator=generator, dtype=torch.float32
-            ).argsort(dim=1)
-            tensor.copy_(rows[:, : tensor.shape[1]])
+            num_rows, width = tensor.shape
+            keys = torch.rand(num_rows, num_experts, generator=generator, dtype=torch.float32)
+            tensor.copy_(keys.argsort(dim=1)[:, :width])
         elif tensor.is_floating_point():
             values = torch.randn(tensor.shape, generator=generator, dtype=torch.float32) / 10
             if tensor.dim() == 2 and tensor.shape[1] > 1:
@@ -323,9 +318,7 @@ def row_error(found: Tensor | None, wanted: Tensor | None) -> float:
         return 0.0 if found is wanted else float("inf")
     if found.shape != wanted.shape:
         return float("inf")
-    rows = [
-        each.detach().reshape(-1, each.shape[-1] if each.dim() else 1) for each in (found, wanted)
-    ]
+    rows = [t.detach().reshape(-1, t.shape[-1] if t.dim() else 1) for t in (found, wanted)]
     scale = rows[1].abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
     return float(((rows[0] - rows[1]).abs().amax(dim=1) / scale).max())
 
@@ -369,14 +362,9 @@ def _small_weights(weights: ExpertWeights, generator: torch.Generator) -> Expert
         "gate_up_bias": (first,),
         "down_bias": (_HIDDEN,),
     }
-    return weights.with_tensors(
-        {
-            field: torch.randn(
-                num_experts, *shapes[field], generator=generator, dtype=torch.float32
-            )
-            for field in weights.tensors()
-        }
-    )
+    sizes = {field: (num_experts, *shapes[field]) for field in weights.tensors()}
+    draw = partial(torch.randn, generator=generator, dtype=torch.float32)
+    return weights.with_tensors({field: draw(size) for field, size in sizes.items()})
 
 
 def _computed(weights: ExpertWeights, x: Tensor, ids: Tensor, factors: Tensor) -> Tensor:

@@ -20,15 +20,9 @@ from epcomm.config import EPConfig
 from epcomm.errors import ConfigError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
+from epcomm.integrations.transformers import structure
 from epcomm.integrations.transformers.probing import BlockProbe, experts_disagreement
 from epcomm.integrations.transformers.routings import routing_candidates
-from epcomm.integrations.transformers.structure import (
-    check_num_experts,
-    parts_of,
-    read_experts,
-    read_layout,
-    refusal,
-)
 from epcomm.moe import ExpertParallelMoE
 from epcomm.planning.candidates import refuse_plan
 from epcomm.routing import RoutingSpec
@@ -76,19 +70,18 @@ def read_block(block: nn.Module) -> BlockReading:
             that computes something other than its names suggest.
     """
     kind = type(block).__name__
-    read_layout(block)
-    check_num_experts(block)
-    weights, names = read_experts(block.get_submodule("experts"))
+    structure.read_layout(block)
+    structure.check_num_experts(block)
+    weights, names = structure.read_experts(block.get_submodule("experts"))
     problem = experts_disagreement(block.get_submodule("experts"), weights)
     if problem is not None:
-        raise refusal(
+        raise structure.refusal(
             f"the experts of {kind} compute something else than {weights.format}: {problem}",
             "what their names and attributes say",
         )
     layout, routing = read_routing(block, weights.num_experts)
-    return BlockReading(
-        layout=layout, routing=routing, weights=weights, names=names, parts=parts_of(block)
-    )
+    parts = structure.parts_of(block)
+    return BlockReading(layout=layout, routing=routing, weights=weights, names=names, parts=parts)
 
 
 def read_routing(block: nn.Module, num_experts: int) -> tuple[BlockLayout, RoutingSpec]:
@@ -100,7 +93,7 @@ def read_routing(block: nn.Module, num_experts: int) -> tuple[BlockLayout, Routi
     Raises:
         ConfigError: see read_block().
     """
-    layout = read_layout(block)
+    layout = structure.read_layout(block)
     probe = BlockProbe(block, layout, num_experts)
     layout, top_k = probe.trace()
     router = block.get_submodule(layout.router)
@@ -111,7 +104,7 @@ def read_routing(block: nn.Module, num_experts: int) -> tuple[BlockLayout, Routi
         if problem is None:
             return layout, routing
     named = ", ".join(f"{name} as {field}" for field, name in layout.names().items())
-    raise refusal(
+    raise structure.refusal(
         f"{type(block).__name__} computes something else than its parts say ({named}): {problem}",
         "a block that is the sum of these parts",
     )

@@ -66,7 +66,6 @@ def _deepseek_v2(
 
 
 def _sigmoid(*, top_k: int, renormalize: bool) -> RoutingSpec:
-    """Return a routing by the sigmoid of the best logits, without a bias."""
     return RoutingSpec(top_k=top_k, score_function=ScoreFunction.SIGMOID, renormalize=renormalize)
 
 
@@ -84,7 +83,7 @@ def _deepseek_v4(
     return replace(spec, score_function=function)
 
 
-_RENORMALIZE = {"renormalize": "norm_topk_prob"}
+_RENORM = {"renormalize": "norm_topk_prob"}
 _SCALE = {"routed_scaling_factor": "routed_scaling_factor"}
 _GROUPS = {"num_groups": "num_group", "topk_groups": "topk_group"}
 
@@ -92,15 +91,13 @@ _RECIPES = (
     RouterRecipe(presets.mixtral),
     RouterRecipe(partial(presets.qwen2_moe, renormalize=False)),
     RouterRecipe(presets.gpt_oss),
-    RouterRecipe(presets.qwen2_moe, _RENORMALIZE),
-    RouterRecipe(_sigmoid, _RENORMALIZE),
-    RouterRecipe(_cohere2, _RENORMALIZE | {"function": "expert_selection_fn"}),
+    RouterRecipe(presets.qwen2_moe, _RENORM),
+    RouterRecipe(_sigmoid, _RENORM),
+    RouterRecipe(_cohere2, _RENORM | {"function": "expert_selection_fn"}),
     RouterRecipe(_deepseek_v2, _GROUPS | _SCALE | {"method": "topk_method"}),
-    RouterRecipe(presets.deepseek_v3, _GROUPS | _SCALE | _RENORMALIZE, has_bias=True),
+    RouterRecipe(presets.deepseek_v3, _GROUPS | _SCALE | _RENORM, has_bias=True),
     RouterRecipe(
-        partial(presets.deepseek_v3, routed_scaling_factor=1.0),
-        _GROUPS | _RENORMALIZE,
-        has_bias=True,
+        partial(presets.deepseek_v3, routed_scaling_factor=1.0), _GROUPS | _RENORM, has_bias=True
     ),
     RouterRecipe(presets.afmoe, {"routed_scaling_factor": "route_scale"}, has_bias=True),
     RouterRecipe(presets.afmoe, {"routed_scaling_factor": "router_scaling_factor"}, has_bias=True),
@@ -120,7 +117,7 @@ _RECIPES = (
     *(
         RouterRecipe(
             partial(presets.lfm2_moe, use_correction_bias=has_bias),
-            _RENORMALIZE | _SCALE,
+            _RENORM | _SCALE,
             has_bias=has_bias,
         )
         for has_bias in (True, False)

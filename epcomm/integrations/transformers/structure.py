@@ -242,9 +242,8 @@ def check_num_experts(block: nn.Module) -> None:
     held = next(block.get_submodule("experts").parameters(), None)
     named = getattr(block, "num_experts", None)
     if held is not None and named is not None and named != held.shape[0]:
-        raise refusal(
-            f"num_experts of {_kind(block)} is {named}", f"{held.shape[0]}, as its experts are"
-        )
+        expected = f"{held.shape[0]}, as its experts are"
+        raise refusal(f"num_experts of {_kind(block)} is {named}", expected)
 
 
 def _check_no_jitter(block: nn.Module, settings: Mapping[str, object]) -> None:
@@ -266,11 +265,9 @@ def _check_activation(experts: nn.Module, activation: Activation) -> None:
         raise refusal(f"act_fn of {_kind(experts)} is {found}", expected[0], remedy)
 
 
-def _one_of(
-    experts: nn.Module, settings: Mapping[str, object], names: Iterable[str]
-) -> float | None:
+def _one_of(experts: nn.Module, values: Mapping[str, object], names: Iterable[str]) -> float | None:
     """Return the value of an attribute that has several names, whose values must agree."""
-    found = {float(settings[name]) for name in names if settings.get(name) is not None}  # type: ignore[arg-type]
+    found = {float(values[name]) for name in names if values.get(name) is not None}  # type: ignore[arg-type]
     if len(found) > 1:
         raise refusal(f"{_kind(experts)} has {list(names)} of {sorted(found)}", "one value")
     return found.pop() if found else None

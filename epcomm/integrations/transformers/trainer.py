@@ -107,7 +107,6 @@ def _problem_of(trainer: Trainer, model: nn.Module) -> tuple[str, str] | None:
 
 
 def _state_callback(trainer: Trainer) -> TrainerCallback:
-    """Make the callback that saves and loads the state that Trainer does not."""
     from transformers import TrainerCallback
 
     class ExpertParallelState(TrainerCallback):

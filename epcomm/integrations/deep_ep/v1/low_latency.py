@@ -20,15 +20,8 @@ from epcomm.buffers.base import ReturnsSlots
 from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import CapacityError, HandleError
+from epcomm.integrations.deep_ep import normal
 from epcomm.integrations.deep_ep.checks import Check
-from epcomm.integrations.deep_ep.normal import (
-    RowExchange,
-    Rows,
-    Uncopied,
-    detached,
-    refuse_along,
-    refuse_dispatch,
-)
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, quantize
@@ -90,7 +83,7 @@ class SentPairs:
     slots: tuple[Tensor, Tensor] | None = None
 
 
-class LowLatencyHandle(Uncopied, tuple[Tensor, Tensor, int, int, int]):
+class LowLatencyHandle(normal.Uncopied, tuple[Tensor, Tensor, int, int, int]):
     """The tuple that V1 returns: src_info, layout_range, M, H, E.
 
     src_info [L, W * M], int32: the number of each row's token on its source rank.
@@ -104,7 +97,7 @@ class LowLatencyHandle(Uncopied, tuple[Tensor, Tensor, int, int, int]):
     num_tokens: int
     spec: BufferSpec
     slab_shape: tuple[int, int, int]
-    exchange: RowExchange | None = None
+    exchange: normal.RowExchange | None = None
     pairs: SentPairs | None = None
 
     @classmethod
@@ -127,7 +120,7 @@ class ReceivedSlabs:
     rows: [L, W * M, H], with column-major scales [L, W * M, S].   counts: [L], int32.
     """
 
-    rows: Rows
+    rows: normal.Rows
     counts: Tensor
     handle: LowLatencyHandle
     receive: Receive
@@ -207,7 +200,7 @@ class LowLatency:
         sources = (plan.slabs.token_of_slot, plan.slabs.source_ranges)
         num_slots = len(out.rows.data.flatten(0, 1))
         handle = LowLatencyHandle.of(ranks, x.shape[0], spec, sources)
-        handle.exchange = RowExchange(
+        handle.exchange = normal.RowExchange(
             ranks=ranks,
             buffer=buffer,
             spec=spec,
@@ -217,7 +210,7 @@ class LowLatency:
             max_rows=num_slots,
         )
         return ReceivedSlabs(
-            rows=Rows(x=out.rows.data, scales=columns),
+            rows=normal.Rows(x=out.rows.data, scales=columns),
             counts=out.index.num_tokens_per_expert,
             handle=handle,
             receive=receive,
@@ -247,7 +240,7 @@ def _dispatch_pairs(check: Check, x: Tensor, topk_ids: Tensor, spec: BufferSpec)
         fault = f"topk_idx names an expert {int(counts.max())} times, expected at most"
         fault = f"{fault} num_max_dispatch_tokens_per_rank = {max_tokens}"
         error = check.error(CapacityError, fault, "name each expert once in a row")
-        refuse_dispatch(ranks, Service.LOW_LATENCY, error)
+        normal.refuse_dispatch(ranks, Service.LOW_LATENCY, error)
     entries = entries[experts.argsort(stable=True)]
     tokens, counts = entries // spec.top_k, counts.view(ranks.size, num_local)
     pairs = SentPairs(entries=entries, num_sent=counts.sum(1).tolist())
@@ -276,12 +269,9 @@ def _dispatch_pairs(check: Check, x: Tensor, topk_ids: Tensor, spec: BufferSpec)
         exchange = partial(exchange, send_splits=pairs.num_sent, recv_splits=pairs.num_received)
         pairs.slots = _write(slabs, [exchange(each) for each in sent], counts_of_sources)
 
-    slabs = ReceivedSlabs(
-        rows=Rows(x=wire.data.new_empty(handle.slab_shape), scales=scales),
-        counts=topk_ids.new_empty(num_local, dtype=torch.int32),
-        handle=handle,
-        receive=receive,
-    )
+    counts_of_slabs = topk_ids.new_empty(num_local, dtype=torch.int32)
+    rows = normal.Rows(x=wire.data.new_empty(handle.slab_shape), scales=scales)
+    slabs = ReceivedSlabs(rows=rows, counts=counts_of_slabs, handle=handle, receive=receive)
     return slabs
 
 
@@ -320,7 +310,7 @@ def _combine_pairs(
     if pairs.slots is None:
         fault = f"low_latency_combine: handle is of a batch that is not received ({ranks.where})"
         error = f"{fault}, expected one whose hook was called; call the hook of its dispatch first"
-        refuse_along(ranks, Service.LOW_LATENCY, HandleError(error))
+        normal.refuse_along(ranks, Service.LOW_LATENCY, HandleError(error))
     pending = [x[pairs.slots]]
     y = x.new_empty(handle.num_tokens, hidden_size) if out is None else out
 
@@ -332,10 +322,10 @@ def _combine_pairs(
         returned = ranks.collectives.all_to_all(
             pending.pop(), send_splits=pairs.num_received, recv_splits=pairs.num_sent, phase=phase
         )
-        weights = detached(topk_weights).flatten()[pairs.entries]
+        weights = normal.detached(topk_weights).flatten()[pairs.entries]
         terms = weights.new_zeros(*topk_weights.shape, hidden_size)
         terms.flatten(0, 1)[pairs.entries] = returned.float() * weights.unsqueeze(1)
         # Sum in float32 and in the order of k.
-        detached(y).copy_(reduce(torch.add, terms.unbind(1)))
+        normal.detached(y).copy_(reduce(torch.add, terms.unbind(1)))
 
     return y, receive

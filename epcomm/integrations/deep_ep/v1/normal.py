@@ -107,8 +107,7 @@ def _with_worst_rows(ranks: Ranks, received: ReceivedRows, most: int) -> Receive
         CapacityError: some rank received more; on every rank.
     """
     num_rows = received.exchange.num_rows
-    everyone = ranks.gather("dispatch", {"rows": num_rows})
-    largest = max(int(each["rows"] or 0) for each in everyone)
+    largest = max(int(each["rows"] or 0) for each in ranks.gather("dispatch", {"rows": num_rows}))
     if largest > most:
         raise CapacityError(
             f"dispatch: some rank received {largest} rows, expected at most num_worst_tokens = "

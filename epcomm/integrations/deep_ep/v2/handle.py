@@ -11,16 +11,9 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import ConfigError
+from epcomm.integrations.deep_ep import normal
 from epcomm.integrations.deep_ep.checks import FLOAT32, Check, Dtypes
 from epcomm.integrations.deep_ep.layout import layout_of
-from epcomm.integrations.deep_ep.normal import (
-    ReceivedRows,
-    Rows,
-    Uncopied,
-    dispatch_rows,
-    send_words,
-    spec_of,
-)
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.quantization.scale_layout import to_column_major
 from epcomm.spec import BufferSpec
@@ -41,7 +34,7 @@ class Arrived:
     sources: source rank * M + token of each row, [R], int32.
     """
 
-    received: ReceivedRows
+    received: normal.ReceivedRows
     weights: Tensor | None
     sources: Tensor
 
@@ -54,7 +47,7 @@ class DispatchRequest:
     max_tokens: M.   num_sms: the number that the caller asks for, 0 for any.
     """
 
-    rows: Rows
+    rows: normal.Rows
     topk_idx: Tensor
     topk_weights: Tensor | None
     recv_stats: Tensor | None
@@ -78,7 +71,7 @@ class DispatchRequest:
         num_local = check.num_local_experts(self.num_experts, ConfigError)
         check.size("num_max_tokens_per_rank", self.max_tokens)
         check.size("expert_alignment", self.expert_alignment)
-        check.spec = spec_of(
+        check.spec = normal.spec_of(
             self.rows.form,
             check.top_k(num_tokens, topk_idx, weights),
             num_local,
@@ -108,23 +101,22 @@ class DispatchRequest:
             "do_expand": self.do_expand,
         }
         first, num_tokens = ranks.rank * self.max_tokens, topk_idx.shape[0]
-        sources = torch.arange(
-            first, first + num_tokens, dtype=torch.int32, device=topk_idx.device
-        ).unsqueeze(1)
+        end, device = first + num_tokens, topk_idx.device
+        sources = torch.arange(first, end, dtype=torch.int32, device=device).unsqueeze(1)
         # Buffers move the four bytes of a weight unchanged.
         words, has_slot_weights = sources.view(torch.float32).expand_as(topk_idx), False
         if weights is not None and self.do_expand:
             words, has_slot_weights = weights, True
-        received = dispatch_rows(
+        received = normal.dispatch_rows(
             *(ranks, self.service, self.rows, (topk_idx, words), spec),
             num_sms=self.num_sms or None,
             options=options,
         )
         if has_slot_weights:
             weights = received.dispatched.slot_weights
-            sources = send_words(received.exchange, sources).squeeze(1)
+            sources = normal.send_words(received.exchange, sources).squeeze(1)
         else:
-            weights = None if weights is None else send_words(received.exchange, weights)
+            weights = None if weights is None else normal.send_words(received.exchange, weights)
             # Weights are 0 where the expert is on another rank.
             sources = received.topk_weights.view(torch.int32).amax(1)
         return Arrived(received=received, weights=weights, sources=sources)
@@ -166,7 +158,7 @@ class Positions:
         tensor.masked_fill_((~self.is_used).view(-1, *[1] * (tensor.dim() - 1)), 0)
 
 
-class EPHandle(Uncopied):
+class EPHandle(normal.Uncopied):
     """The routes of one dispatch: W ranks of M tokens at most, T of them here; L local experts.
 
     Reading, printing and comparing a handle are local. It lives as long as it is held, and any
@@ -309,18 +301,19 @@ class EPHandle(Uncopied):
         return torch.where(is_again | (topk_idx < 0), -1, found).to(torch.int32)
 
     def place_rows(
-        self, rows: Rows, positions: Positions, *, do_expand: bool, is_sf_col_major: bool
-    ) -> Rows:
+        self, rows: normal.Rows, positions: Positions, *, do_expand: bool, is_sf_col_major: bool
+    ) -> normal.Rows:
         """Return received rows [R, H] and their scales at positions, [N, H]."""
         order = positions.element_of_position
         if do_expand:
             order = positions.from_elements(self.row_of_slot).clamp(min=0)
         if order is not None:
             scales = None if rows.scales is None else _select(rows.scales, order)
-            rows = Rows(x=_select(rows.x, order), scales=scales)
+            rows = normal.Rows(x=_select(rows.x, order), scales=scales)
         if not is_sf_col_major or rows.scales is None:
             return rows
-        return Rows(x=rows.x, scales=to_column_major(rows.scales, _SCALE_COLUMN_ALIGNMENT_WORDS))
+        scales = to_column_major(rows.scales, _SCALE_COLUMN_ALIGNMENT_WORDS)
+        return normal.Rows(x=rows.x, scales=scales)
 
 
 def _select(rows: Tensor, index: Tensor) -> Tensor:

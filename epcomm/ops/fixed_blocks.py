@@ -174,8 +174,7 @@ class _Multiply(torch.autograd.Function):
 
 def run_blocks(slots: Tensor, weights: ExpertWeights, blocks: Blocks) -> Tensor:
     """Return the result of each slot, [C, H], without router weights. Differentiable."""
-    results = blocks.run(_select(slots, blocks.slot_of_row), weights)
-    return _select(results, blocks.row_of_slot)
+    return _select(blocks.run(_select(slots, blocks.slot_of_row), weights), blocks.row_of_slot)
 
 
 def _select(rows: Tensor, source: Tensor) -> Tensor:

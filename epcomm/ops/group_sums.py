@@ -19,16 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epcomm.ops.slots import (
-    AnyMembers,
-    MemberTable,
-    as_members,
-    mark_pairs,
-    number_pairs,
-    reduce_rows,
-    slots_by_row,
-    sum_parts,
-)
+from epcomm.ops import slots
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
 from epcomm.types import sum_dtype
@@ -41,8 +32,7 @@ class SumGroups:
     num_groups: G.
     num_columns: the columns of a rank: its G / W groups; K if each entry is a pair of its own,
         because the source rank sums (BufferSpec.sums_at_source).
-    sums_at_source: see BufferSpec.
-    num_local: L.
+    sums_at_source: see BufferSpec.   num_local: L.
     """
 
     num_groups: int
@@ -116,7 +106,7 @@ class SourceSums:
         if num_rows == 0:
             return rows.new_zeros(num_tokens, rows.shape[1])
         columns = torch.where(entries < 0, -1, self.groups)
-        numbers = number_pairs(mark_pairs(columns, self.num_groups))
+        numbers = slots.number_pairs(slots.mark_pairs(columns, self.num_groups))
         most = num_tokens * min(top_k, self.num_groups)
         table = pair_table(entries, columns, numbers, most)
         weight_of_row = None
@@ -125,9 +115,9 @@ class SourceSums:
             weight_of_row = self.weights.new_zeros(num_rows + 1)
             weight_of_row[torch.where(entries < 0, num_rows, entries).long()] = self.weights
             weight_of_row = weight_of_row[:num_rows]
-        members = as_members(table, num_tokens * top_k, is_exact=False)
+        members = slots.as_members(table, num_tokens * top_k, is_exact=False)
         sums = sum_weighted(rows, members, weight_of_row)
-        return reduce_rows(sums, as_members(numbers, most, is_exact=False))
+        return slots.reduce_rows(sums, slots.as_members(numbers, most, is_exact=False))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,7 +140,7 @@ class GroupSums:
     ) -> Callable[[slice], Tensor]:
         """Return a function that computes a range of the returned rows from results of slots."""
         assert self.table is not None, "this exchange sums"
-        members, weights = slots_by_row(index, self.table), slot_weights
+        members, weights = slots.slots_by_row(index, self.table), slot_weights
         if self.source is not None:
             weights = None
         return lambda part: sum_weighted(rows, members.part(part), weights)
@@ -161,7 +151,7 @@ class GroupSums:
         """Return y [T, H], in `dtype`, of returned rows [W, T, num_columns * H], onto the bias."""
         columns = returned.unflatten(2, (self.num_columns, -1))
         if self.source is None:
-            return sum_parts(columns.transpose(1, 2).flatten(0, 1), dtype, bias)
+            return slots.sum_parts(columns.transpose(1, 2).flatten(0, 1), dtype, bias)
         assert bias is None, "no client with a bias has experts of a group on several ranks"
         return self.source.total(columns.flatten(0, 2), has_weights=has_weights)
 
@@ -187,15 +177,15 @@ def pair_table(sources: Tensor, columns: Tensor, numbers: Tensor, num_pairs: int
     return table[:num_pairs]
 
 
-def sum_weighted(rows: Tensor, members: AnyMembers, weights: Tensor | None) -> Tensor:
-    """Sum as reduce_rows() does, but round each product with a weight before it is added.
+def sum_weighted(rows: Tensor, members: slots.AnyMembers, weights: Tensor | None) -> Tensor:
+    """Sum as slots.reduce_rows() does, but round each product with a weight before it is added.
 
     weights: [N], in sum_dtype() of the rows, or None.
 
     Host sync: none.   Deterministic: yes.
     """
-    if weights is None or isinstance(members, MemberTable):
+    if weights is None or isinstance(members, slots.MemberTable):
         # Kernels round the products.
-        return reduce_rows(rows, members, weights)
+        return slots.reduce_rows(rows, members, weights)
     products = rows.to(sum_dtype(rows.dtype)) * weights.unsqueeze(1)
-    return reduce_rows(products, members).to(rows.dtype)
+    return slots.reduce_rows(products, members).to(rows.dtype)

@@ -34,11 +34,10 @@ def fill_masked_entries(
     is_masked = topk_ids < 0
     experts = torch.arange(num_experts, device=topk_ids.device)
     tokens = torch.arange(num_tokens, device=topk_ids.device).unsqueeze(1)
-    is_used = torch.zeros(
-        num_tokens, num_experts + 1, dtype=torch.bool, device=topk_ids.device
-    ).scatter_(1, torch.where(is_masked, num_experts, topk_ids), True)[:, :num_experts]
+    is_used = is_masked.new_zeros(num_tokens, num_experts + 1)
+    is_used.scatter_(1, torch.where(is_masked, num_experts, topk_ids), True)
     # Unused experts come first, in the order of their distance from the token's first candidate.
-    distance = (experts - tokens * top_k) % num_experts + is_used * num_experts
+    distance = (experts - tokens * top_k) % num_experts + is_used[:, :num_experts] * num_experts
     unused = distance.argsort(dim=1)
     place = (is_masked.cumsum(1) - 1).clamp(min=0)
     ids = torch.where(is_masked, unused.gather(1, place), topk_ids)

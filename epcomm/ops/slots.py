@@ -258,10 +258,8 @@ def row_topk(index: SlotIndex, slot_weights: Tensor) -> tuple[Tensor, Tensor]:
     assert slots is not None, "an index over rows has its inverse"
     if slots.shape[0] == 0:
         return slots.long(), slot_weights.new_empty(slots.shape)
-    is_here = slots >= 0
     experts = torch.searchsorted(index.first_slot[1:].contiguous(), slots, right=True)
-    weights = gather_scalars(slot_weights, slots)
-    return experts.masked_fill(~is_here, -1), weights
+    return experts.masked_fill(slots < 0, -1), gather_scalars(slot_weights, slots)
 
 
 def index_slots(
@@ -299,8 +297,7 @@ def localize(expert_ids: Tensor, first_expert: int, num_local_experts: int) -> T
     """Convert physical ids to ids of this rank's experts, -1 for those of other ranks."""
     # Ids are strided, each after its row; make them contiguous once.
     local_ids = expert_ids.contiguous() - first_expert
-    is_local = (local_ids >= 0) & (local_ids < num_local_experts)
-    return torch.where(is_local, local_ids, -1)
+    return torch.where((local_ids >= 0) & (local_ids < num_local_experts), local_ids, -1)
 
 
 def expert_of_slot(index: SlotIndex, num_slots: int) -> Tensor:
@@ -364,8 +361,7 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
         members: sources of each target.
         weights: [N], float32 (float64 for float64 rows), multiplied into the rows, or None.
 
-    Returns:
-        [targets, H], contiguous; a target without members is zero.
+    Returns: [targets, H], contiguous; a target without members is zero.
 
     Host sync: none.   Deterministic: yes.
     """
@@ -387,7 +383,7 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
             flat, offsets = flat.repeat_interleave(NUM_PARTS), offsets * NUM_PARTS
         else:
             whole = whole.to(sum_dtype(dtype))
-    if dtype is torch.bfloat16 and rows.device.type == "cpu" and type(rows) in _WITH_DATA:
+    if dtype is torch.bfloat16 and rows.device.type == "cpu" and type(rows) in WITH_DATA:
         sums = _sum_bfloat16(whole, flat, offsets, weights)
     else:
         sums = F.embedding_bag(
@@ -560,9 +556,10 @@ def row_ops_for(tensor: Tensor) -> TritonRowOps | None:
 
     Plain torch serves a tensor without data (FakeTensor), and one whose history autograd keeps.
     """
-    if tensor.device.type not in _LOADERS or type(tensor) not in _WITH_DATA:
+    if tensor.device.type not in _LOADERS or type(tensor) not in WITH_DATA:
         return None
     return None if tensor.requires_grad and torch.is_grad_enabled() else row_ops_of(tensor.device)
 
 
-_WITH_DATA = (Tensor, torch.nn.Parameter)
+# Not FakeTensor, nor what a transformation wraps: a kernel reads memory.
+WITH_DATA = (Tensor, torch.nn.Parameter)

@@ -24,16 +24,14 @@ def in_blocks(
         tensors: [T, ...] each.
         block_tokens: tokens of a block; None: one call with all tokens.
 
-    Returns:
-        as the function, with the results of the T tokens.
+    Returns: as the function, with the results of the T tokens.
 
     Differentiable.   Host sync: none.
     """
     if block_tokens is None:
         return function(*tensors)
     num_tokens = tensors[0].shape[0]
-    num_blocks = max(-(-num_tokens // block_tokens), 1)
-    padding = num_blocks * block_tokens - num_tokens
+    padding = max(-(-num_tokens // block_tokens), 1) * block_tokens - num_tokens
     padded = [F.pad(each, (0, 0) * (each.dim() - 1) + (0, padding)) for each in tensors]
     blocks = zip(*(each.split(block_tokens) for each in padded), strict=True)
     results = [function(*block) for block in blocks]

@@ -140,8 +140,7 @@ def _areas(values: _Loads, num_groups: int, num_areas: int, *, exchanges: bool) 
 def _place(values: _Loads, experts: _Ints, num_ranks: int, num_places: int) -> list[int]:
     """Return the logical expert of each physical one, for num_ranks ranks in their order."""
     one = np.ones(len(values), dtype=np.int64)
-    copies = _count_copies(values, num_places, num_ranks * one, one)
-    best = _packed(values, copies, num_ranks)
+    best = _packed(values, _count_copies(values, num_places, num_ranks * one, one), num_ranks)
     # Fewer copies of one expert and more of another may pack better.
     for _ in range(_MOST_TRIALS):
         if best.highest <= _GOOD_ENOUGH * values.sum() / num_ranks:
@@ -196,8 +195,7 @@ def _count_copies(values: _Loads, num_places: int, most: _Ints, least: _Ints) ->
     while copies.sum() < num_places and (copies < most).any():
         loads = np.where(copies < most, values / copies, -1.0)
         # Equal loads, such as zeros: the expert with the fewest copies.
-        best = np.lexsort((np.arange(len(values)), copies, -loads))[0]
-        copies[best] += 1
+        copies[np.lexsort((np.arange(len(values)), copies, -loads))[0]] += 1
     return copies
 
 
@@ -218,13 +216,10 @@ class _Bins:
         return [math.fsum(self.loads[items].tolist()) for items in self.items]
 
 
-def _pack(
-    loads: _Loads, owners: _Ints, num_bins: int, *, exchanges: bool = True
-) -> list[list[int]]:
+def _pack(loads: _Loads, owners: _Ints, number: int, *, exchanges: bool = True) -> list[list[int]]:
     """Pack items into bins of equal number, and exchange items while that lowers the highest."""
-    bins = _Bins(
-        loads=loads, owners=owners, items=[[] for _ in range(num_bins)], size=len(loads) // num_bins
-    )
+    items: list[list[int]] = [[] for _ in range(number)]
+    bins = _Bins(loads=loads, owners=owners, items=items, size=len(loads) // number)
     totals = bins.totals()
     for item in np.lexsort((np.arange(len(loads)), -loads)).tolist():
         if _insert(bins, item, totals):

@@ -113,8 +113,8 @@ def agree_on_move(calls: Calls, *, problem: str, placement: str, state: str) -> 
         if others:
             raise ConfigError(
                 f"rebalance: {name} of {describe_ranks(others)} differ from those of rank 0 (this "
-                f"is {calls.names.where}); pass the same placement "
-                "on all ranks, with the optimizer of the layer or without"
+                f"is {calls.names.where}); pass the same placement on all ranks, with the "
+                "optimizer of the layer or without"
             )
 
 

@@ -129,13 +129,8 @@ class LoadRecorder:
                 window; on every rank.
         """
         sizes = {name: table.shape[1] for name, table in self._tables.items()}
-        calls.agree(
-            {
-                "windows": len(self._windows),
-                "layers": " ".join(f"{n}={e}" for n, e in sizes.items()),
-            },
-            what="LoadRecorder.gather",
-        )
+        layers = " ".join(f"{n}={e}" for n, e in sizes.items())
+        calls.agree({"windows": len(self._windows), "layers": layers}, what="LoadRecorder.gather")
         loads: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(sizes, ())
         if self._windows:
             local = torch.stack(tuple(self._windows))

@@ -64,15 +64,13 @@ class ReplicaTables:
     ) -> None:
         """Allocate the tables for any placement of these sizes, and write this one."""
         self._group_size = sum_groups and placement.num_experts // sum_groups
-        redundant = placement.num_physical_experts - placement.num_experts
-        most = min(placement.num_ranks, redundant + 1)
+        num_experts, num_physical = placement.num_experts, placement.num_physical_experts
+        most = min(placement.num_ranks, num_physical - num_experts + 1)
         self._rank = rank
-        self.logical_of_physical = torch.empty(
-            placement.num_physical_experts, dtype=torch.int64, device=device
-        )
+        self.logical_of_physical = torch.empty(num_physical, dtype=torch.int64, device=device)
         self._in_turn = ReplicaTable(
-            replicas=torch.empty(placement.num_experts, most, dtype=torch.int32, device=device),
-            num_replicas=torch.empty(placement.num_experts, dtype=torch.int32, device=device),
+            replicas=torch.empty(num_experts, most, dtype=torch.int32, device=device),
+            num_replicas=torch.empty(num_experts, dtype=torch.int32, device=device),
             calls=None if is_replicated else torch.zeros((), dtype=torch.int64, device=device),
             # Ranks begin with different replicas.
             first=0 if is_replicated else rank,

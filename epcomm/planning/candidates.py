@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import NoReturn, Self
 
+from epcomm import registry
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.collectives.base import Scalar
 from epcomm.config import EPConfig, Mode
@@ -19,14 +20,6 @@ from epcomm.planning.measurements import Measurements, read_measurements
 from epcomm.planning.ranks import PlannedRanks
 from epcomm.platforms.host import host_of_this_process
 from epcomm.platforms.nvlink import PeerReach, reach_of
-from epcomm.registry import (
-    RUNNERS,
-    backend_class,
-    backend_names,
-    class_names,
-    fused_class,
-    runner_class,
-)
 from epcomm.spec import Availability, BufferCaps, BufferSpec, MoESpec
 from epcomm.types import Int8Profile, WireDtype, WireFormat
 from epcomm.weights.unquantized import ExpertTensors
@@ -74,10 +67,8 @@ class Survey:
         phases = {}
         for phase, each in self.phases.items():
             spec = replace(each.spec, hosts=ranks.layout)
-            verdicts = {
-                name: found[f"{phase}/{name}"].also(ranks.joint_reasons(backend_class(name), spec))
-                for name in each.verdicts
-            }
+            joint = {n: ranks.joint_reasons(registry.backend_class(n), spec) for n in each.verdicts}
+            verdicts = {n: found[f"{phase}/{n}"].also(reasons) for n, reasons in joint.items()}
             phases[phase] = replace(each, spec=spec, verdicts=verdicts)
         runners = self.runners
         if runners is not None:
@@ -117,9 +108,9 @@ def find_candidates(config: EPConfig, *, prefers_exact: bool = False) -> tuple[s
     prefers_exact: for low latency on CPU ranks, classes of exact sizes come first in each backend.
     """
     mode, found = Mode(config.mode), list[str]()
-    for backend in backend_names("auto", mode):
-        names = class_names(backend)
-        of_mode = [name for name in names if mode in backend_class(name).modes]
+    for backend in registry.backend_names("auto", mode):
+        names = registry.class_names(backend)
+        of_mode = [name for name in names if mode in registry.backend_class(name).modes]
         if prefers_exact and backend in _WAITS_ON_HOST:
             exact = EPConfig(mode=Mode.NORMAL)
             found += [name for name in names if name not in of_mode and _is_meant(name, exact)]
@@ -129,7 +120,7 @@ def find_candidates(config: EPConfig, *, prefers_exact: bool = False) -> tuple[s
 
 def _is_meant(name: str, config: EPConfig) -> bool:
     """Return whether mode, budget and `replicated` lead to this class of its backend."""
-    mode, kind = Mode(config.mode), backend_class(name)
+    mode, kind = Mode(config.mode), registry.backend_class(name)
     if mode not in kind.modes or kind.serves_replicated != config.replicated:
         return False
     # The other modes have one kind of sizes each.
@@ -178,9 +169,8 @@ def survey(
         raise error
     failed = [f"rank {rank}: {each[_ERROR]}" for rank, each in enumerate(records) if each[_ERROR]]
     if failed:
-        raise ConfigError(
-            f"plan: {'; '.join(failed)} (this is {group.where}); correct the rank named"
-        )
+        why = "; ".join(failed)
+        raise ConfigError(f"plan: {why} (this is {group.where}); correct the rank named")
     assert found is not None, "this rank has met no error"
     hosts = [str(each[_HOST]) for each in records]
     reaches = [PeerReach.parse(str(each[_REACH])) for each in records if _REACH in each]
@@ -201,33 +191,29 @@ def judge(
     """
     spec.check()
     mode = Mode(config.mode)
-    backend_names(config.backend, mode)
+    registry.backend_names(config.backend, mode)
     measurements = None if config.measurements is None else read_measurements(config.measurements)
     if config.runner != "auto":
-        runner_class(config.runner)
+        registry.runner_class(config.runner)
     if weights is not None:
         _check_fit(spec, weights)
     runners, rests_on = None, {}
     if weights is not None and mode is not Mode.FUSEEP:
+        machine = ranks.machine
         # Runners of other experts and devices are not candidates, unless one is named.
-        runners = {
-            name: runner_class(name).supports(weights, ranks.machine)
-            for name in RUNNERS
+        kinds = {
+            name: registry.runner_class(name)
+            for name in registry.RUNNERS
             if name == config.runner or _is_candidate(name, config, weights)
         }
-        device = ranks.machine.device_of(weights.gate_up_proj)
+        runners = {name: kind.supports(weights, machine) for name, kind in kinds.items()}
+        device = machine.device_of(weights.gate_up_proj)
         if config.product_sms is not None and device.type not in ("cpu", "meta"):
-            runners |= {
-                name: verdict.also(runner_class(name).limit_reasons(weights, ranks.machine))
-                for name, verdict in runners.items()
-                if verdict.ok
-            }
+            most = {n: kinds[n].limit_reasons(weights, machine) for n, v in runners.items() if v.ok}
+            runners |= {name: runners[name].also(reasons) for name, reasons in most.items()}
         if config.sum_groups is not None:
-            found = {
-                name: runner_class(name).batch_invariance(weights, ranks.machine)
-                for name, verdict in runners.items()
-                if verdict.ok
-            }
+            able = [name for name, verdict in runners.items() if verdict.ok]
+            found = {name: kinds[name].batch_invariance(weights, machine) for name in able}
             rests_on = {name: each.rests_on for name, each in found.items() if not each.reasons}
             runners |= {name: runners[name].also(each.reasons) for name, each in found.items()}
     phases = {
@@ -240,7 +226,7 @@ def judge(
 
 
 def _is_candidate(name: str, config: EPConfig, weights: ExpertTensors) -> bool:
-    runner, sums_groups = runner_class(name), config.sum_groups is not None
+    runner, sums_groups = registry.runner_class(name), config.sum_groups is not None
     return runner.is_candidate(weights) and (sums_groups or not runner.is_for_sum_groups)
 
 
@@ -320,12 +306,8 @@ def _unequal_machines(records: Sequence[Mapping[str, Scalar]], key: str) -> list
 
 
 def _check_fit(spec: MoESpec, weights: ExpertTensors) -> None:
-    """Check that the experts take the hidden states of the layer."""
-    sides = {
-        "hidden_size": (weights.hidden_size, spec.hidden_size),
-        "dtype": (weights.dtype, spec.dtype),
-    }
-    for name, (found, expected) in sides.items():
+    for name in ("hidden_size", "dtype"):
+        found, expected = getattr(weights, name), getattr(spec, name)
         if found != expected:
             raise ConfigError(
                 f"plan: {name} of the experts is {found}, expected {expected} as in MoESpec; "
@@ -340,8 +322,7 @@ def _judge_backend(
     ranks: PlannedRanks,
     weights: ExpertTensors | None,
 ) -> Availability:
-    """Return everything that keeps one backend from serving a phase on this rank."""
-    buffer, mode = backend_class(name), Mode(config.mode)
+    buffer, mode = registry.backend_class(name), Mode(config.mode)
     caps, reasons = buffer.caps(mode), list(buffer.probe(ranks.machine).reasons)
     reasons += carrying_reasons(spec, caps)
     if config.deterministic and not caps.ordered:
@@ -362,8 +343,7 @@ def _judge_backend(
 
 
 def _fused_reasons(name: str, config: EPConfig, weights: ExpertTensors | None) -> list[str]:
-    """Return what keeps a fused operator from computing the experts as configured."""
-    operator, reasons = fused_class(name), []
+    operator, reasons = registry.fused_class(name), []
     if weights is not None:
         reasons += operator.supports(weights).reasons
     if config.runner != "auto":
@@ -378,7 +358,7 @@ def _fused_reasons(name: str, config: EPConfig, weights: ExpertTensors | None) -
 def _row_reasons(config: EPConfig, spec: BufferSpec, caps: BufferCaps) -> list[str]:
     """Return why the rows that a backend returns are not those that the configuration asks for."""
     reasons, profile = [], Int8Profile(config.int8_profile or Int8Profile.RINT127)
-    if config.runner != "auto" and caps.layout not in runner_class(config.runner).layouts:
+    if config.runner != "auto" and caps.layout not in registry.runner_class(config.runner).layouts:
         reasons.append(f"returns {caps.layout.value}, which runner {config.runner} does not read")
     if spec.dispatch_format.dtype is WireDtype.INT8 and profile not in caps.int8_profiles:
         made = ", ".join(sorted(each.value for each in caps.int8_profiles))

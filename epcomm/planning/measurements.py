@@ -62,11 +62,8 @@ class Measurements:
         T is the one measured nearest to max_tokens, by ratio and the larger of two; without a
         limit the largest.   exact: backends whose times are taken from mode normal.
         """
-        of_mode = [
-            each
-            for each in self.values
-            if each.mode is (Mode.NORMAL if each.backend in exact else mode)
-        ]
+        modes = dict.fromkeys(exact, Mode.NORMAL)
+        of_mode = [each for each in self.values if each.mode is modes.get(each.backend, mode)]
         if not of_mode:
             return ()
         measured = sorted({each.tokens for each in of_mode}, reverse=True)

@@ -57,10 +57,8 @@ def plan(
     """
     ranks = _ranks_of(group, world_size, machine, hosts)
     found = survey(config, spec, weights, ranks, group)
-    phases = {
-        phase: _plan_phase(each, found.measurements, ranks, weights)
-        for phase, each in found.phases.items()
-    }
+    plan_phase = partial(_plan_phase, measurements=found.measurements, ranks=ranks, weights=weights)
+    phases = {phase: plan_phase(each) for phase, each in found.phases.items()}
     prefill, is_auto = phases[PREFILL], Mode(config.mode) is Mode.AUTO
     chosen = EPPlan(
         prefill=prefill,
@@ -107,9 +105,8 @@ def _ranks_of(
         return PlannedRanks.of(group)
     num_ranks = 1 if world_size is None else world_size
     if not is_size(num_ranks, MAX_RANKS):
-        raise ConfigError(
-            f"plan: world_size is {shown(num_ranks)}, expected an int from 1 to {MAX_RANKS}"
-        )
+        came = f"world_size is {shown(num_ranks)}"
+        raise ConfigError(f"plan: {came}, expected an int from 1 to {MAX_RANKS}")
     if machine is not None:
         return PlannedRanks.assumed(num_ranks, machine)
     return PlannedRanks.here(num_ranks, hosts)
@@ -157,12 +154,8 @@ def _choose_buffer(
 ) -> str:
     """Return the name of the first class that serves, of the backends in order of preference."""
     mode = Mode(config.mode)
-    found = {
-        name: verdicts[name]
-        for backend in backends
-        for name in class_names(backend)
-        if name in verdicts
-    }
+    names = [name for backend in backends for name in class_names(backend)]
+    found = {name: verdicts[name] for name in names if name in verdicts}
     for name, verdict in found.items():
         if verdict.ok:
             return name
@@ -240,9 +233,7 @@ def _aligned(phase: PhasePlan, runner: str) -> PhasePlan:
     return replace(phase, buffer_spec=replace(phase.buffer_spec, expert_alignment=alignment))
 
 
-def _reading_reasons(
-    name: str, phases: Iterable[PhasePlan], weights: ExpertTensors
-) -> Sequence[str]:
+def _reading_reasons(name: str, phases: Iterable[PhasePlan], weights: ExpertTensors) -> list[str]:
     """Return what keeps a runner from reading the rows that the buffers of the phases return."""
     runner, reasons = runner_class(name), list[str]()
     if not isinstance(weights, runner.kinds):
@@ -251,9 +242,8 @@ def _reading_reasons(
     for phase in phases:
         layout, wire = phase.caps.layout, phase.buffer_spec.dispatch_format
         if layout not in runner.layouts:
-            reasons.append(
-                f"reads {_names(runner.layouts)}, but {phase.backend} returns {layout.value}"
-            )
+            read = _names(runner.layouts)
+            reasons.append(f"reads {read}, but {phase.backend} returns {layout.value}")
         readable = [reading.format for reading in runner.readings(weights, layout)]
         if wire not in readable:
             reasons.append(
@@ -269,7 +259,7 @@ def _reading_reasons(
                 f"rounds INT8 by {_names(runner.int8_profiles)}, but EPConfig.int8_profile is "
                 f"{phase.int8_profile.value}"
             )
-    return tuple(dict.fromkeys(reasons))
+    return list(dict.fromkeys(reasons))
 
 
 def _names(members: Iterable[StrEnum]) -> str:

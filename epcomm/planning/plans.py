@@ -83,8 +83,7 @@ class PhasePlan:
 
         Without headers; rounded up. None on one host, and where a package crosses hosts by itself.
         """
-        most = self._full_call(backward=False)
-        return -(-most.bytes_between // self._full_tokens) or None
+        return -(-self._full_call(backward=False).bytes_between // self._full_tokens) or None
 
     @property
     def is_trainable(self) -> bool:
@@ -147,19 +146,18 @@ class PhasePlan:
     def facts(self, *, phase: str = "") -> list[str]:
         """Return the choice, its bytes and its limits as texts. phase: the purpose of this plan."""
         spec, per_token = self.buffer_spec, self.max_bytes_per_token()
+        combine = spec.combine_format or spec.hidden_format
+        backward = spec.backward_format or spec.hidden_format
         facts = [
             f"mode {self.mode.value} on backend {self.backend} ({self.buffer}), {self.world_size} "
             f"ranks with {spec.num_local_experts} experts each{phase and f', for {phase}'}",
-            f"wire: dispatch {spec.dispatch_format}, combine "
-            f"{spec.combine_format or spec.hidden_format} (backward "
-            f"{spec.backward_format or spec.hidden_format})",
+            f"wire: dispatch {spec.dispatch_format}, combine {combine} (backward {backward})",
             *(f"{name}: {text}" for name, text in self.unusual().items()),
             f"router weights applied by {self.weights_applied_by.value}; trainable: "
             f"{self.is_trainable}{self.refuses_gradients and f' ({self.refuses_gradients})'}; "
             f"is capturable: {self.is_capturable}; host syncs a dispatch: {self.caps.host_syncs}",
             f"at most {per_token['dispatch']} B a token in dispatch, {per_token['combine']} B in "
-            "combine, and "
-            f"{self.header_bytes()} B of headers a dispatch",
+            f"combine, and {self.header_bytes()} B of headers a dispatch",
         ]
         between = self.max_bytes_between_hosts()
         if between is not None:

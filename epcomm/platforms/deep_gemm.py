@@ -12,7 +12,6 @@ from epcomm.errors import BackendUnavailable
 from epcomm.platforms.machine import Machine
 from epcomm.platforms.signatures import has_parameter
 
-_CONTIGUOUS_NAMES = ("m_grouped_fp8_gemm_nt_contiguous",)
 # The second name is that of version 2.1.
 _MASKED_NAMES = ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")
 _ALIGNMENT_NAMES = (
@@ -67,7 +66,7 @@ def nvcc_is_installed(variables: Mapping[str, str]) -> bool:
 def load_deep_gemm() -> DeepGemm:
     """Import the package, after deep_gemm_reasons() found no reasons."""
     module = import_module("deep_gemm")
-    multiply_contiguous = _find(module, _CONTIGUOUS_NAMES)
+    multiply_contiguous = _find(module, ("m_grouped_fp8_gemm_nt_contiguous",))
     return DeepGemm(
         multiply_contiguous=multiply_contiguous,
         multiply_masked=_find(module, _MASKED_NAMES),

@@ -6,7 +6,7 @@ breaks torch.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -44,10 +44,7 @@ class Finding:
 
 # The oldest and newest releases with which the quick tests pass. A constant, because the machine
 # that runs `epcomm doctor` has no pyproject.toml.
-TESTED_VERSIONS: Mapping[str, tuple[str, str]] = {
-    "torch": ("2.11", "2.15"),
-    "triton": ("3.6", "3.9"),
-}
+TESTED_VERSIONS = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9")}
 
 _TORCH_PROGRAM = """
 import json, os, torch, torch.distributed as dist
@@ -136,7 +133,6 @@ def find_packages(machine: Machine) -> tuple[Finding, ...]:
 
 
 def _shared_memory(machine: Machine) -> Finding:
-    """Find the memory that the ranks of a host can share."""
     left = machine.memory_left()
     can_share = bool(machine.host()) and left != 0
     size = "size unknown" if left is None else f"{left / 2**30:.2f} GiB left"
@@ -171,9 +167,8 @@ def _tested(name: str, version: str, detail: str) -> Finding:
     oldest, newest = TESTED_VERSIONS[name]
     if _release(oldest) <= _release(version) <= _release(newest):
         return _found(name, detail)
-    return _found(
-        name, detail, f"epcomm is tested with {name} {oldest} to {newest}: install one of these"
-    )
+    tested = f"{name} {oldest} to {newest}"
+    return _found(name, detail, f"epcomm is tested with {tested}: install one of these")
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -218,8 +213,4 @@ def _torch_npu(machine: Machine, version: str) -> Finding:
     )
 
 
-_CHECKS: Mapping[str, Callable[[Machine, str], Finding]] = {
-    "mpi4py": _mpi4py,
-    "deep_ep": _deep_ep,
-    "torch_npu": _torch_npu,
-}
+_CHECKS = {"mpi4py": _mpi4py, "deep_ep": _deep_ep, "torch_npu": _torch_npu}

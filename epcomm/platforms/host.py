@@ -42,9 +42,8 @@ def _own_groups(processes: Path, groups: Path) -> Iterator[tuple[Path, tuple[str
         names = _VERSION_1 if controllers else _VERSION_2
         folder = root / path.strip("/")
         # In a container the path may be that of the host, and the root may be its own group.
-        yield from (
-            (each, names) for each in (folder, *folder.parents) if each.is_relative_to(root)
-        )
+        inside = (each for each in (folder, *folder.parents) if each.is_relative_to(root))
+        yield from ((each, names) for each in inside)
 
 
 def _left(folder: Path, names: tuple[str, str, str]) -> Iterator[int]:

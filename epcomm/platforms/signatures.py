@@ -34,8 +34,7 @@ def signature_reasons(owner: type, calls: Mapping[str, Sequence[str]]) -> list[s
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         wanted = {p.name for p in parameters if p.default is p.empty and p.kind not in variadic}
         faults = [f"has no parameter {name}" for name in names if name not in known]
-        missing = sorted(wanted - set(names))
-        faults += [f"requires {name}, which is not passed" for name in missing]
+        faults += [f"requires {name}, which is not passed" for name in sorted(wanted - set(names))]
         reasons += [
             f"{where} of the installed package {fault}; install another release" for fault in faults
         ]

@@ -87,8 +87,7 @@ class AscendGate:
         """Keep a routing that gating_reasons() allows."""
         self._spec = spec
         # A softmax over the selected experts is the softmax over all, divided by the selected sum.
-        after = spec.softmax_order is SoftmaxOrder.AFTER_TOPK
-        drops = spec.drops_groups
+        after, drops = spec.softmax_order is SoftmaxOrder.AFTER_TOPK, spec.drops_groups
         self._flags: dict[str, int | float] = {
             "k": spec.top_k,
             "k_group": spec.topk_groups if drops else 1,

@@ -64,9 +64,8 @@ class RouterChoice:
         if isinstance(gate, AscendGate) and gate.takes(logits, correction_bias):
             topk = gate(logits, correction_bias)
         else:
-            topk = route(
-                logits, self.spec, correction_bias=correction_bias, hidden_states=hidden_states
-            )
+            bias, hidden = correction_bias, hidden_states
+            topk = route(logits, self.spec, correction_bias=bias, hidden_states=hidden)
         if load is not None:
             count_load(topk.topk_ids, load)
         if replicas is not None:

@@ -84,9 +84,7 @@ class Gate:
 
     def __init__(self, routing: RoutingSpec, num_experts: int, calls: Calls) -> None:
         """Describe the gate of a layer with E logical experts on the group of `calls`. Local."""
-        self.routing = routing
-        self.num_experts = num_experts
-        self.calls = calls
+        self.routing, self.num_experts, self.calls = routing, num_experts, calls
         self.observers: tuple[GateObserver, ...] = ()
         self.ended: deque[range] = deque(maxlen=_MAX_ENDED)
         self.replayed: Tensor | None = None
@@ -125,11 +123,8 @@ class Gate:
             call = choose(call, self._checked_ids(topk_ids, logits.shape[0]), has_live=True)
         for observe in self.observers:
             call = observe(call)
-        if (
-            repeats is not None
-            and call.chosen is live
-            and any(repeats.node in numbers for numbers in self.ended)
-        ):
+        has_ended = repeats is not None and any(repeats.node in each for each in self.ended)
+        if has_ended and call.chosen is live:
             raise HandleError(
                 "replay_routes: backward repeats a call whose context has ended "
                 f"({self.calls.names.where}); call backward inside the context"

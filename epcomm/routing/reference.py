@@ -76,12 +76,9 @@ def route(
 def _route_by_spec(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> TopKOutput:
     scores = score_all(logits, spec, bias)
     topk_ids, is_dropped = _select(scores, spec, bias, torch.isnan(logits))
-    keeps_score = (
-        spec.dropped_groups is DroppedGroups.ZERO
-        and spec.correction_bias is CorrectionBias.SELECTION
-    )
+    selects = spec.correction_bias is CorrectionBias.SELECTION
     is_weightless = None
-    if is_dropped is not None and not keeps_score:
+    if is_dropped is not None and not (selects and spec.dropped_groups is DroppedGroups.ZERO):
         is_weightless = is_dropped.gather(1, topk_ids)
     weights = _weigh(scores.gather(1, topk_ids), spec, is_weightless)
     return TopKOutput(topk_ids=topk_ids, topk_weights=weights)
@@ -144,8 +141,7 @@ def _adjust_logits(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> Te
 def _softmax(logits: Tensor) -> Tensor:
     """Apply softmax over the last dimension; a row of -inf gives zeros."""
     is_empty = (logits == -math.inf).all(dim=-1, keepdim=True)
-    probabilities = torch.softmax(logits.masked_fill(is_empty, 0.0), dim=-1)
-    return probabilities.masked_fill(is_empty, 0.0)
+    return torch.softmax(logits.masked_fill(is_empty, 0.0), dim=-1).masked_fill(is_empty, 0.0)
 
 
 def _sigmoid(logits: Tensor) -> Tensor:

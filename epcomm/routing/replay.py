@@ -83,9 +83,7 @@ class RouteRecord:
     """The routes that a model took inside record_routes()."""
 
     def __init__(self, num_layers: int, top_k: int, layers: "Sequence[_RecordedLayer]") -> None:
-        self._num_layers = num_layers
-        self._top_k = top_k
-        self._layers = layers
+        self._num_layers, self._top_k, self._layers = num_layers, top_k, layers
 
     def calls(self) -> list[Tensor]:
         """Return the routes of each forward of the model, [T, layers, K], int16, in their order.
@@ -191,9 +189,7 @@ def replay_routes(
     """
     gates, num_layers = _gates_by_layer("replay_routes", model, layers)
     _agree(gates, _problem(gates, routes, num_layers))
-    replayed = [
-        _ReplayedLayer(index, gate, routes[:, index].clone()) for index, gate in gates.items()
-    ]
+    replayed = [_ReplayedLayer(i, gate, routes[:, i].clone()) for i, gate in gates.items()]
     for layer in replayed:
         layer.last = replayed[-1]
     try:
@@ -207,8 +203,6 @@ def replay_routes(
 
 
 class _RecordedLayer:
-    """Keeps the ids of each call of one layer."""
-
     def __init__(self, index: int) -> None:
         self.index = index
         self.ids: list[Tensor] = []
@@ -232,8 +226,7 @@ class _Call:
 class _ReplayedLayer:
     """Replaces the choice of one layer.
 
-    counts: see ReplayCounts; [4], int64, on the device.
-    last: the last layer of the model.
+    counts: see ReplayCounts; [4], int64, on the device.   last: the last layer of the model.
     """
 
     last: "_ReplayedLayer"
@@ -371,10 +364,8 @@ def _gates_by_layer(
     found = {index: gates[name] for name, index in indices.items() if index is not None}
     most = max(gate.num_experts for gate in gates.values())
     if most > _MAX_EXPERTS:
-        raise ConfigError(
-            f"{caller}: a layer has {most} experts, expected at most {_MAX_EXPERTS}, whose ids fit "
-            "int16"
-        )
+        expected = f"expected at most {_MAX_EXPERTS}, whose ids fit int16"
+        raise ConfigError(f"{caller}: a layer has {most} experts, {expected}")
     if is_alone:
         return found, 1
     return found, _num_layers(model, gates) if layers is None else None

@@ -73,8 +73,7 @@ class CustomRoutingFunction(Protocol):
             correction_bias: [E] or None, as the caller gave it.
             hidden_states: [T, H] or None, as the caller gave them.
 
-        Returns:
-            topk_ids [T, K], int64, distinct within a row; topk_weights [T, K], float32.
+        Returns: topk_ids [T, K], int64, distinct within a row; topk_weights [T, K], float32.
         """
         ...
 
@@ -122,9 +121,8 @@ class RoutingSpec:
     def __post_init__(self) -> None:
         for name, kind in _ENUMS.items():
             # Plain strings are welcome (files, dictionaries); the fields hold the enums.
-            object.__setattr__(
-                self, name, enum_member(f"RoutingSpec: {name}", kind, getattr(self, name))
-            )
+            member = enum_member(f"RoutingSpec: {name}", kind, getattr(self, name))
+            object.__setattr__(self, name, member)
         for name in ("top_k", "num_groups", "topk_groups", "group_score_top_n"):
             value = getattr(self, name)
             if not is_size(value):

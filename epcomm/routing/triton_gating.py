@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from epcomm.ops.slots import WITH_DATA
 from epcomm.platforms.cuda import triton_reasons
 from epcomm.platforms.machine import this_machine
 from epcomm.records import ReplicaTable, TopKOutput
@@ -20,8 +21,6 @@ from epcomm.routing.spec import CorrectionBias, DroppedGroups, RoutingSpec, Soft
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
 _NAME = "the triton gate"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# A kernel cannot read a tensor without data (FakeTensor), or one that a transformation wraps.
-_WITH_DATA = (Tensor, torch.nn.Parameter)
 
 
 def triton_gate_lacks(device: torch.device) -> tuple[str, ...]:
@@ -56,8 +55,7 @@ class TritonGate:
         """Keep a routing of E = num_experts experts that triton_gate_reasons() allows."""
         from epcomm.kernels.routing.gate import GateForm, route_tokens
 
-        by_logit = spec.softmax_order is SoftmaxOrder.AFTER_TOPK
-        drops = spec.drops_groups
+        by_logit, drops = spec.softmax_order is SoftmaxOrder.AFTER_TOPK, spec.drops_groups
         self._spec, self._route = spec, route_tokens
         self._form = GateForm(
             num_experts=num_experts,
@@ -80,7 +78,7 @@ class TritonGate:
 
         Local.   Host sync: none.
         """
-        is_read = logits.dtype in _DTYPES and type(logits) in _WITH_DATA
+        is_read = logits.dtype in _DTYPES and type(logits) in WITH_DATA
         return is_read and not torch.compiler.is_compiling()
 
     def __call__(
@@ -155,8 +153,8 @@ class _Gating(torch.autograd.Function):
         grad_weights: Tensor,
     ) -> tuple[Tensor | None, ...]:
         logits, bias, logical_ids, weights = ctx.saved_tensors
-        wants_logits, wants_bias = ctx.needs_input_grad[:2]
-        in_score = ctx.spec.correction_bias is CorrectionBias.SCORE
+        spec, wants_logits, wants_bias = ctx.spec, *ctx.needs_input_grad[:2]
+        in_score = spec.correction_bias is CorrectionBias.SCORE
         logits = logits.detach().requires_grad_(wants_logits)
         if bias is not None:
             bias = bias.detach().requires_grad_(wants_bias and in_score)
@@ -164,11 +162,7 @@ class _Gating(torch.autograd.Function):
             # A weight of 0 belongs to a dropped expert, or its score underflows; the gradient of
             # each is 0.
             again = weigh_chosen(
-                logits,
-                ctx.spec,
-                correction_bias=bias,
-                topk_ids=logical_ids,
-                is_weightless=weights == 0,
+                logits, spec, correction_bias=bias, topk_ids=logical_ids, is_weightless=weights == 0
             )
             again.backward(grad_weights)
         return logits.grad, None if bias is None else bias.grad, None, None

@@ -4,8 +4,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from epcomm.platforms.ascend.formats import ACL_FORMAT_ND
-from fakes.ascend.formats import format_of
+from fakes.ascend.formats import ACL_FORMAT_ND, format_of
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Find the Ascend chip of this process, without imports."""
 
 import sys
-from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -17,11 +16,7 @@ class Soc(StrEnum):
 
 
 # Prefixes of device names, which the runtime reports in upper or lower case.
-DEVICE_NAMES: Mapping[Soc, str] = {
-    Soc.A2: "Ascend910B",
-    Soc.A3: "Ascend910_93",
-    Soc.A5: "Ascend950",
-}
+DEVICE_NAMES = {Soc.A2: "Ascend910B", Soc.A3: "Ascend910_93", Soc.A5: "Ascend950"}
 
 
 def soc_of(device_name: str) -> Soc | None:

@@ -126,10 +126,9 @@ def variable_reasons(variables: Mapping[str, str], soc: Soc | None) -> list[str]
         for name, wanted in _REQUIRED.items()
         if variables.get(name, wanted) != wanted
     ]
-    if soc in (Soc.A2, Soc.A3) and variables.get(_CCU, "0") != "0":
-        reasons.append(
-            f"{_CCU} is {variables[_CCU]}, but only A5 has it and this is {soc}; unset it"
-        )
+    ccu = variables.get(_CCU, "0")
+    if soc in (Soc.A2, Soc.A3) and ccu != "0":
+        reasons.append(f"{_CCU} is {ccu}, but only A5 has it and this is {soc}; unset it")
     if soc is not Soc.A2:
         return reasons
     if _EXPANSION in variables:

@@ -11,8 +11,7 @@ from torch import Tensor
 from epcomm.errors import ConfigError
 from epcomm.platforms.ascend.operators import has_kernel
 
-# Values of aclFormat: row-major, and fractal.
-ACL_FORMAT_ND = 2
+# The value of aclFormat that means fractal.
 ACL_FORMAT_NZ = 29
 # Rows of a tile.
 TILE_ROWS = 16

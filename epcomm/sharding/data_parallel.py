@@ -18,12 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from epcomm.errors import ConfigError, ShapeError
-from epcomm.sharding.shards import (
-    ExpertParameters,
-    is_cut_by_fsdp,
-    is_expert_tensor,
-    replicated_parameters,
-)
+from epcomm.sharding import shards
 
 
 @cache
@@ -37,7 +32,7 @@ def _check_ddp(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
         return
     left_alone = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     for name, parameter in module.named_parameters():
-        if is_expert_tensor(parameter) and name not in left_alone:
+        if shards.is_expert_tensor(parameter) and name not in left_alone:
             num_ranks, mesh = dist.get_world_size(wrapper.process_group), parameter.device_mesh
             raise ShapeError(
                 f"DistributedDataParallel was given expert parameters, such as {name} "
@@ -49,7 +44,7 @@ def _check_ddp(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
             )
 
 
-def check_fsdp(layer: ExpertParameters, *, shares_tokens: bool) -> None:
+def check_fsdp(layer: shards.ExpertParameters, *, shares_tokens: bool) -> None:
     """Refuse cuts of FSDP with which a layer would train or move wrongly. Local.
 
     shares_tokens: whether all ranks of the layer's group have the same tokens.
@@ -71,7 +66,7 @@ def check_fsdp(layer: ExpertParameters, *, shares_tokens: bool) -> None:
     )
 
 
-def check_fsdp_of_placed(layer: ExpertParameters) -> None:
+def check_fsdp_of_placed(layer: shards.ExpertParameters) -> None:
     """Refuse placed experts that FSDP has cut. Local."""
     if layer.shard.physical_to_logical is None:
         return
@@ -85,17 +80,17 @@ def check_fsdp_of_placed(layer: ExpertParameters) -> None:
         )
 
 
-def _cut_parameter(layer: ExpertParameters) -> nn.Parameter | None:
+def _cut_parameter(layer: shards.ExpertParameters) -> nn.Parameter | None:
     """Return a parameter that FSDP has replaced an ExpertTensor with, or None."""
     held = layer.expert_parameters().values()
-    cut = [each for each in held if isinstance(each, nn.Parameter) and is_cut_by_fsdp(each)]
+    cut = [each for each in held if isinstance(each, nn.Parameter) and shards.is_cut_by_fsdp(each)]
     return cut[0] if cut else None
 
 
-def _cut_with_others(layer: ExpertParameters) -> bool:
+def _cut_with_others(layer: shards.ExpertParameters) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(layer, FSDPModule):
         return True  # fully_shard() was called for a module around it
     # torch has no public name for the modules that one call of fully_shard() was given.
-    return any(replicated_parameters(root) for root in layer._get_fsdp_state()._modules)
+    return any(shards.replicated_parameters(root) for root in layer._get_fsdp_state()._modules)

@@ -154,8 +154,7 @@ class ExpertTensor(ShareTensor, DTensor):
 
     def like_self(self, share: Tensor) -> ExpertTensor:
         """Wrap a piece [L, ...] of any shape and dtype for the mesh of this tensor. Local."""
-        meta = self._spec.tensor_meta
-        old = self._local_tensor
+        meta, old = self._spec.tensor_meta, self._local_tensor
         is_same = share.shape == old.shape and share.stride() == old.stride()
         if is_same and meta is not None and share.dtype == meta.dtype:
             return self._of(share, self._spec, self.shard, self.owner)
@@ -268,8 +267,7 @@ class _CatchOperators(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        leaves = tree_leaves((args, kwargs))
-        if any(isinstance(leaf, ExpertTensor) for leaf in leaves):
+        if any(isinstance(leaf, ExpertTensor) for leaf in tree_leaves((args, kwargs))):
             return _run(Operation(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 

@@ -191,10 +191,8 @@ def run_on_lists(op: Operation) -> object:
     """
     func, args, kwargs, name, is_mutable = op.func, op.args, op.kwargs, op.name, op.writes
     experts = _experts_by_place((*args, *kwargs.values()))
-    local_args = [
-        _pieces(arg, experts, is_written=is_mutable and place == 0)
-        for place, arg in enumerate(args)
-    ]
+    written = 0 if is_mutable else -1
+    local_args = [_pieces(arg, experts, is_written=i == written) for i, arg in enumerate(args)]
     local_kwargs = {key: _pieces(value, experts) for key, value in kwargs.items()}
     if name in (_NORM, _MAX, _UNSCALE):
         # Keyed by group: a weak reference to a freed group cannot be hashed.

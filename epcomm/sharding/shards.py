@@ -20,8 +20,7 @@ else:
 class ExpertShard:
     """The experts of a whole tensor that a parameter holds, along dimension 0.
 
-    first_expert: the first physical expert of this rank.
-    num_local_experts: L.
+    first_expert: the first physical expert of this rank.   num_local_experts: L.
     num_experts: E, the experts of a whole tensor.
     physical_to_logical: the logical expert of each of the P physical ones, with a placement; None:
         they are the same, P = E.
@@ -83,9 +82,8 @@ class ShareTensor(DTensor):
         if self.shard is not None:
             return self.shard
         mesh = self.device_mesh
-        return shard_of_rank(
-            rank=mesh.get_local_rank(), world_size=mesh.size(), num_experts=self.shape[0]
-        )
+        rank, world_size = mesh.get_local_rank(), mesh.size()
+        return shard_of_rank(rank=rank, world_size=world_size, num_experts=self.shape[0])
 
     @property
     def position(self) -> str:

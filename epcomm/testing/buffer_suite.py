@@ -24,6 +24,7 @@ from epcomm.protocol import BatchFlags
 from epcomm.quantization import ROW_ERRORS, arrange_scales, dequantize, quantize
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferCaps, BufferSpec, HostLayout
+from epcomm.testing import slot_oracle
 from epcomm.testing.data import (
     BatchSpec,
     RankBatch,
@@ -36,15 +37,6 @@ from epcomm.testing.data import (
 )
 from epcomm.testing.oracle import relative_error
 from epcomm.testing.poison import poison_rows, poisoned_memory
-from epcomm.testing.slot_oracle import (
-    ExpectedSlot,
-    as_received,
-    expected_slots,
-    flat_rows,
-    row_bits,
-    rows_of_slots,
-    slot_positions,
-)
 from epcomm.types import Layout, RowsPer, ScaleLayout, WireFormat, WireTensor, align_up, sum_dtype
 
 # The row scalar for experts of other ranks, which is added to that of the expert's own rank.
@@ -275,8 +267,7 @@ class _Trial:
         if self.env.is_static:
             if not self.send(call).finish().isnan().all():
                 self.env.fail("y of a refused call is not NaN everywhere")
-            error = _raised(self.buffer.check)
-            again = _raised(self.buffer.check)
+            error, again = _raised(self.buffer.check), _raised(self.buffer.check)
             if again is not None:
                 self.env.fail(f"check() raised a fault twice: {again!r}")
         else:
@@ -295,13 +286,13 @@ class _Round:
     @property
     def rows(self) -> WireTensor:
         """The received rows as [R, H], with row-major scales."""
-        return flat_rows(self.out, self.trial.env.caps.layout)
+        return slot_oracle.flat_rows(self.out, self.trial.env.caps.layout)
 
     def check(self) -> None:
         self.check_slots()
         self.check_combine()
 
-    def check_slots(self) -> dict[int, ExpectedSlot]:
+    def check_slots(self) -> dict[int, slot_oracle.ExpectedSlot]:
         """Check order, counts, payload and weights of the slots; return them by position."""
         env, spec, out, index = self.trial.env, self.trial.spec, self.out, self.out.index
         batches, num_local, alignment = self.batches, spec.num_local_experts, self.trial.alignment
@@ -309,10 +300,9 @@ class _Round:
             num_experts = spec.num_experts(len(batches))
             batches = [_never_empty(b, r, num_local, num_experts) for r, b in enumerate(batches)]
         order = buffer_class(env.backend).source_order(env.buffer_spec(spec), len(batches))
-        slots = expected_slots(batches, env.group.rank, num_local, order)
-        is_masked = env.caps.layout is Layout.MASKED
-        capacity = out.rows.data.shape[1] if is_masked else None
-        positions = slot_positions(slots, num_local, alignment, capacity)
+        slots = slot_oracle.expected_slots(batches, env.group.rank, num_local, order)
+        capacity = out.rows.data.shape[1] if env.caps.layout is Layout.MASKED else None
+        positions = slot_oracle.slot_positions(slots, num_local, alignment, capacity)
         rows, sent = self.rows, [env.sent(batch) for batch in batches]
         counts = [sum(s.expert == e for s in slots) for e in range(num_local)]
         env.expect_equal("num_tokens_per_expert", index.num_tokens_per_expert.tolist(), counts)
@@ -323,20 +313,19 @@ class _Round:
             env.expect_equal("host_num_tokens_per_expert", host_counts, counts)
         # Packed scales have the same bytes, so their dtype and width are compared too.
         env.expect_equal("dtype and width of scales", _scale_kind(rows), _scale_kind(sent[0]))
-        row_of_slot = rows_of_slots(out, rows)
-        received = [row_bits(rows, int(row_of_slot[position])) for position in positions]
+        row_of_slot = slot_oracle.rows_of_slots(out, rows)
+        received = [slot_oracle.row_bits(rows, int(row_of_slot[at])) for at in positions]
         if not env.caps.ordered:
-            slots = as_received(slots, received, sent)
+            slots = slot_oracle.as_received(slots, received, sent)
         for slot, position, bits in zip(slots, positions, received, strict=True):
             where = f"slot {position} ({slot})"
-            env.expect_equal(where, bits, row_bits(sent[slot.source], slot.token))
+            env.expect_equal(where, bits, slot_oracle.row_bits(sent[slot.source], slot.token))
             if out.slot_weights is not None:
                 weight = batches[slot.source].topk_weights[slot.token, slot.k].item()
                 env.expect_equal(f"weight of {where}", out.slot_weights[position].item(), weight)
         if index.row_of_slot is not None:
             padding = sorted(set(range(len(row_of_slot))) - set(positions))
-            of_padding = [int(row_of_slot[s]) for s in padding]
-            env.expect_equal("padding", of_padding, [-1] * len(padding))
+            env.expect_equal("padding", row_of_slot[padding].tolist(), [-1] * len(padding))
         return dict(zip(positions, slots, strict=True))
 
     def check_combine(self) -> None:
@@ -347,9 +336,9 @@ class _Round:
         if trains or self.out.index.slots_of_row is not None:
             _Computed.of(self).combine_rows()
 
-    def check_cached_dispatch(self, slots: Mapping[int, ExpectedSlot]) -> None:
+    def check_cached_dispatch(self, slots: Mapping[int, slot_oracle.ExpectedSlot]) -> None:
         """Check each slot of two cached dispatches along the exchange plan."""
-        env, row_of_slot = self.trial.env, rows_of_slots(self.out, self.out.rows)
+        env, row_of_slot = self.trial.env, slot_oracle.rows_of_slots(self.out, self.out.rows)
         for factor in (2, -3):
             x = self.batches[env.group.rank].x * factor
             rows = self.trial.buffer.cached_dispatch(x, self.out.exchange_plan)
@@ -391,7 +380,7 @@ class _Computed:
     def of(cls, dispatched: _Round) -> Self:
         env, dtype = dispatched.trial.env, dispatched.trial.spec.dtype
         batch, received = dispatched.batches[env.group.rank], dispatched.rows
-        row_of_slot = rows_of_slots(dispatched.out, received)
+        row_of_slot = slot_oracle.rows_of_slots(dispatched.out, received)
         scale = _slot_scales(dispatched, len(row_of_slot))
         values = dequantize(received, sum_dtype(dtype))
         rows = values[row_of_slot.clamp(min=0).long()] if scale.numel() else values[:0]
@@ -412,14 +401,14 @@ class _Computed:
 
     def combine_with_weights(self) -> None:
         """Check sums to which combine applies the weights."""
-        y = self._combine(self.results, RowsPer.SLOT, slot_weights=self.out.slot_weights)
+        y = self._combine(self.results, slot_weights=self.out.slot_weights)
         self._expect_close("combine with weights", y, self.weighted_sums)
 
     def combine_weighted_slots(self) -> None:
         """Check sums of results that have their weights."""
         assert self.out.slot_weights is not None, "weights travel with the rows"
         weighted = (self.results * self.out.slot_weights.unsqueeze(1)).to(self.trial.spec.dtype)
-        y = self._combine(poison_rows(weighted, self.scale > 0), RowsPer.SLOT)
+        y = self._combine(poison_rows(weighted, self.scale > 0))
         self._expect_close("combine of weighted slots", y, self.weighted_sums)
         if y.dtype != self.trial.spec.dtype:
             self.trial.env.fail(f"combine returned {y.dtype}, expected {self.trial.spec.dtype}")
@@ -450,15 +439,13 @@ class _Computed:
 
     def check_sums_repeat(self) -> None:
         """Check that sums of the same rows are bit-equal; from 3 ranks on, their order matters."""
-        sums = [self._combine(self.results, RowsPer.SLOT).clone() for _ in range(2)]
+        sums = [self._combine(self.results).clone() for _ in range(2)]
         if not torch.equal(*(y.view(torch.uint8) for y in sums)):
             self.trial.env.fail("a second combine of the same rows returned other sums")
 
-    def _combine(
-        self, rows: Tensor, rows_per: RowsPer, slot_weights: Tensor | None = None
-    ) -> Tensor:
+    def _combine(self, rows: Tensor, slot_weights: Tensor | None = None) -> Tensor:
         return self.trial.buffer.combine(
-            rows, self.out.exchange_plan, rows_per=rows_per, slot_weights=slot_weights
+            rows, self.out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=slot_weights
         )[0]
 
     def _expect_close(
@@ -560,9 +547,8 @@ def _with_gaps(wire: WireTensor, *, by_column: bool) -> WireTensor:
 def _in_wider_rows(rows: Tensor) -> Tensor:
     """Return a copy of rows [N, n] in the first n of n + 3 columns; the others are NaN."""
     num_rows, width = rows.shape
-    memory = torch.full(
-        (num_rows, (width + 3) * rows.itemsize), 0xFF, dtype=torch.uint8, device=rows.device
-    )
+    shape = (num_rows, (width + 3) * rows.itemsize)
+    memory = torch.full(shape, 0xFF, dtype=torch.uint8, device=rows.device)
     wider = memory.view(rows.dtype)[:, :width]
     wider.copy_(rows)
     return wider
@@ -616,8 +602,7 @@ def check_faults(env: BufferEnv) -> None:
     is_faulty = env.group.rank == faulty
     for own_error in (CapacityError("too many tokens here"), ShapeError("a bad tensor here")):
         call = make_call(trial.own_batch(), own_error if is_faulty else None)
-        wanted = str(own_error) if is_faulty else f"rank {faulty}"
-        trial.expect_fault(call, type(own_error), wanted)
+        trial.expect_fault(call, type(own_error), str(own_error) if is_faulty else f"rank {faulty}")
         check_batch(env, PLAIN)
 
 
@@ -688,16 +673,14 @@ def check_budget(env: BufferEnv) -> None:
     for name, alignment in (("uneven", 1), ("one_expert", 1), ("holes", 4)):
         spec = env.adapted(BATCH_SPECS[name])
         batches, num_local = env.batches(spec), spec.num_local_experts
-        required = max(
-            _slots_needed(batches, rank, num_local, alignment) for rank in range(len(batches))
-        )
+        ranks = range(len(batches))
+        required = max(_slots_needed(batches, rank, num_local, alignment) for rank in ranks)
         exact = _Trial.open(env, spec, alignment=alignment, max_recv_slots=required)
         exact.dispatch().check()
         exact.buffer.check()
         if required > 1:
-            small = _Trial.open(
-                env, spec, alignment=alignment, raises=True, max_recv_slots=required - 1
-            )
+            most = required - 1
+            small = _Trial.open(env, spec, alignment=alignment, raises=True, max_recv_slots=most)
             wanted = f"raise max_recv_slots to {required}"
             small.expect_fault(make_call(small.own_batch()), CapacityError, wanted)
 

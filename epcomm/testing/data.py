@@ -1,11 +1,11 @@
 """Seeded data of all ranks, which every rank can make, so that checks need no communication."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from epcomm.records import TopKOutput
 from epcomm.types import sum_dtype
@@ -13,7 +13,7 @@ from epcomm.weights.unquantized import Activation, ExpertFormat, ExpertWeights
 
 # Distance of the seeds of two ranks: a prime, so that no two batches share a seed.
 _SEED_STRIDE = 7919
-ChooseIds = Callable[[int, int, int, torch.Generator], Tensor]
+ChooseIds = Callable[[int, int, int, Generator], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +69,7 @@ SWIGLU = ExpertFormat()
 
 def make_batch(spec: BatchSpec, rank: int, world_size: int, *, number: int = 0) -> RankBatch:
     """Make batch `number` of `rank`, equal on every rank that makes it."""
-    generator = torch.Generator().manual_seed(spec.seed + _SEED_STRIDE * (rank + 101 * number))
+    generator = Generator().manual_seed(spec.seed + _SEED_STRIDE * (rank + 101 * number))
     num_tokens = spec.tokens_of_rank(rank, world_size)
     top_k, shape = spec.num_topk(world_size), (num_tokens, spec.hidden_size)
     # Draw float64 rows in float64, for full precision.
@@ -94,7 +94,7 @@ def make_weights(
     device: torch.device | None = None,
 ) -> ExpertWeights:
     """Make the experts of all ranks, equal on every rank."""
-    generator = torch.Generator().manual_seed(spec.seed + 104729 * (number + 1))
+    generator = Generator().manual_seed(spec.seed + 104729 * (number + 1))
     num_experts, hidden_size = spec.num_experts(world_size), spec.hidden_size
     first = intermediate_size * (2 if expert_format.activation.is_gated else 1)
     made = sum_dtype(spec.dtype)
@@ -118,15 +118,16 @@ def make_weights(
     )
 
 
-def random_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
+def _draw(shape: Sequence[int], generator: Generator) -> Tensor:
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def random_ids(num_tokens: int, top_k: int, num_experts: int, generator: Generator) -> Tensor:
     """Choose distinct uniform ids."""
-    keys = torch.rand(
-        num_tokens, num_experts, generator=generator, dtype=torch.float32, device="cpu"
-    )
-    return keys.argsort(dim=1)[:, :top_k]
+    return _draw((num_tokens, num_experts), generator).argsort(dim=1)[:, :top_k]
 
 
-def holed_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
+def holed_ids(num_tokens: int, top_k: int, num_experts: int, generator: Generator) -> Tensor:
     """Choose distinct uniform ids, about half replaced by -1; the first token has only -1."""
     ids = random_ids(num_tokens, top_k, num_experts, generator)
     ids[torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.5] = -1
@@ -134,9 +135,7 @@ def holed_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Ge
     return ids
 
 
-def repeated_ids(
-    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
-) -> Tensor:
+def repeated_ids(num_tokens: int, top_k: int, num_experts: int, generator: Generator) -> Tensor:
     """Choose uniform ids; about half repeat the previous entry; the first token has one id."""
     ids = random_ids(num_tokens, top_k, num_experts, generator)
     repeats = torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.5
@@ -146,9 +145,7 @@ def repeated_ids(
     return ids
 
 
-def last_expert_ids(
-    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
-) -> Tensor:
+def last_expert_ids(num_tokens: int, top_k: int, num_experts: int, generator: Generator) -> Tensor:
     """Send every token only to the last expert."""
     ids = torch.full((num_tokens, top_k), -1, device="cpu")
     ids[:, -1] = num_experts - 1

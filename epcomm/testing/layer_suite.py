@@ -93,10 +93,8 @@ class LayerEnv(SuiteEnv):
         batches = self.made_batches(spec, number, num_sources)
         if self.wire is None:
             return batches
-        return [
-            replace(batch, x=dequantize(quantize(batch.x, self.wire), batch.x.dtype))
-            for batch in batches
-        ]
+        sent = [dequantize(quantize(batch.x, self.wire), batch.x.dtype) for batch in batches]
+        return [replace(batch, x=x) for batch, x in zip(batches, sent, strict=True)]
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -134,9 +132,7 @@ def pipeline_env(
     sent = config.dispatch_dtype
     return LayerEnv(
         group=group,
-        make_layer=lambda weights, top_k: ExpertParallelExperts(
-            weights, group, config, top_k=top_k
-        ),
+        make_layer=lambda weights, k: ExpertParallelExperts(weights, group, config, top_k=k),
         has_gradients=config.mode != Mode.LOW_LATENCY,
         is_replicated=config.replicated,
         wire=None if sent is None or not sent.is_quantized else WireFormat(dtype=sent),

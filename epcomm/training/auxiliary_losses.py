@@ -35,8 +35,7 @@ def router_probabilities(logits: Tensor, routing: RoutingSpec) -> Tensor:
         logits: [..., E], floating point.
         routing: of the model; its score function and softcap are read.
 
-    Returns:
-        [..., E], float64 for float64 logits, else float32; differentiable.
+    Returns: [..., E], float64 for float64 logits, else float32; differentiable.
 
     Local.   Host sync: none.
     Raises:
@@ -90,7 +89,7 @@ def load_balancing_loss(
         ShapeError: shapes or dtypes that do not fit, on this rank, before the exchange.
     Source: "Switch Transformers" (arXiv 2101.03961), eq. 4 to 6.
     """
-    _check("load_balancing_loss", probabilities, topk_ids, mask, num_dimensions=2)
+    _check("load_balancing_loss", probabilities, topk_ids, mask, num_dims=2)
     kept, num_tokens = _without_padding(probabilities, mask)
     counts = _counts(topk_ids, mask, num_experts=probabilities.shape[-1])
     totals = _over_ranks(torch.cat((counts, num_tokens.view(1))), group, "load_balancing_loss")
@@ -117,7 +116,7 @@ def sequence_balancing_loss(
     Collective: with a group, as load_balancing_loss(), of one integer.
     Source: DeepSeek-V3 (arXiv 2412.19437), eq. 17 to 20.
     """
-    _check("sequence_balancing_loss", probabilities, topk_ids, mask, num_dimensions=3)
+    _check("sequence_balancing_loss", probabilities, topk_ids, mask, num_dims=3)
     kept, num_tokens = _without_padding(probabilities, mask)
     counts = _counts(topk_ids, mask, num_experts=probabilities.shape[-1])
     own = (num_tokens > 0).sum().view(1)
@@ -137,7 +136,7 @@ def z_loss(logits: Tensor, *, group: EPGroup | None = None, mask: Tensor | None 
     Collective: with a group, as load_balancing_loss(), of one integer.
     Source: "ST-MoE" (arXiv 2202.08906), eq. 5; as in Megatron-LM.
     """
-    _check("z_loss", logits, None, mask, num_dimensions=2)
+    _check("z_loss", logits, None, mask, num_dims=2)
     kept, num_tokens = _without_padding(logits, mask)
     squares = torch.logsumexp(kept, dim=-1).square()
     if mask is not None:
@@ -176,15 +175,10 @@ def _over_ranks(counts: Tensor, group: EPGroup | None, phase: str) -> Tensor:
 
 
 def _check(
-    caller: str,
-    values: Tensor,
-    topk_ids: Tensor | None,
-    mask: Tensor | None,
-    *,
-    num_dimensions: int,
+    caller: str, values: Tensor, topk_ids: Tensor | None, mask: Tensor | None, *, num_dims: int
 ) -> None:
-    if values.dim() != num_dimensions or not values.is_floating_point():
-        names = "[B, S, E]" if num_dimensions == 3 else "[T, E]"
+    if values.dim() != num_dims or not values.is_floating_point():
+        names = "[B, S, E]" if num_dims == 3 else "[T, E]"
         raise ShapeError(
             f"{caller}: the scores are {values.dtype} {list(values.shape)}, expected floating "
             f"point {names}; reshape the output of the gate"

@@ -6,35 +6,26 @@ from torch import Tensor, nn
 
 from epcomm.errors import ShapeError
 from epcomm.group import EPGroup
-from epcomm.sharding.shards import (
-    cut_as,
-    expert_shards,
-    is_cut_by_fsdp,
-    is_expert_tensor,
-    piece_of,
-    put_together,
-)
+from epcomm.sharding import shards
 
 
 def gather_state_dict(module: nn.Module, group: EPGroup) -> dict[str, Tensor]:
     """Return the state of `module` with whole expert tensors, as the unsharded model has it.
 
-    Returns:
-        Detached tensors; expert tensors are [E, ...] and owned by the caller, other tensors share
-        the memory of the module.
+    Returns: detached tensors; expert tensors are [E, ...] and owned by the caller, other tensors
+        share the memory of the module.
 
     Collective: yes, one all-gather an expert parameter.   Host sync: as the transport.
     """
-    shards = expert_shards(module)
-    state = {}
+    shard_of, state = shards.expert_shards(module), {}
     for name, tensor in module.state_dict().items():
-        shard, tensor = shards.get(name), tensor.detach()
+        shard, tensor = shard_of.get(name), tensor.detach()
         is_plain = not hasattr(tensor, "full_tensor")
         is_share = is_plain and shard is not None and tensor.shape[0] == shard.num_local_experts
-        if shard is not None and (is_share or is_expert_tensor(tensor)):
-            local = piece_of(tensor).contiguous()
+        if shard is not None and (is_share or shards.is_expert_tensor(tensor)):
+            local = shards.piece_of(tensor).contiguous()
             parts = group.collectives.all_gather(local, phase="gather_state_dict")
-            state[name] = put_together(parts, shard)
+            state[name] = shards.put_together(parts, shard)
         else:
             # FSDP has cut other DTensors.
             state[name] = tensor if is_plain else tensor.full_tensor()  # type: ignore[operator]
@@ -56,11 +47,11 @@ def load_full_state_dict(
         ShapeError: an expert tensor does not hold all E experts.
         RuntimeError: missing or unexpected names, as nn.Module.load_state_dict.
     """
-    for name, shard in expert_shards(module).items():
+    for name, shard in shards.expert_shards(module).items():
         if name not in state:
             continue
         value = state[name]
-        num_experts = value.to_local().shape[0] if is_expert_tensor(value) else value.shape[0]
+        num_experts = (value.to_local() if shards.is_expert_tensor(value) else value).shape[0]
         if num_experts != shard.num_experts:
             raise ShapeError(
                 f"load_full_state_dict: {name} holds {num_experts} experts, expected all "
@@ -69,6 +60,7 @@ def load_full_state_dict(
     fitting = dict(state)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         # A layer's hook cuts the experts out.
-        if name in state and is_cut_by_fsdp(parameter) and not hasattr(state[name], "device_mesh"):
-            fitting[name] = cut_as(state[name], parameter)
+        is_whole = name in state and not hasattr(state[name], "device_mesh")
+        if is_whole and shards.is_cut_by_fsdp(parameter):
+            fitting[name] = shards.cut_as(state[name], parameter)
     module.load_state_dict(fitting, strict=strict)

@@ -17,8 +17,7 @@ def update_expert_bias(bias: Tensor, load: Tensor, group: EPGroup, *, rate: floa
 
     Args:
         bias: [E], floating point, equal on all ranks, which routing adds to scores for the
-            selection;
-            written in place. It should be float32: in bfloat16 small steps are lost.
+            selection; written in place. It should be float32: in bfloat16 small steps are lost.
         load: [E] or [N, E], integer, on the device of the group: how many tokens of this rank chose
             each logical expert, in any of N rows.
         group: the ranks whose tokens count.

@@ -101,8 +101,7 @@ def sum_expert_gradients(model: nn.Module, copies: EPGroup) -> None:
     Several expert groups need this call, because each group's experts have seen only the tokens of
     their group. Then pass sum_replicated_gradients() the group of all ranks.
 
-    Args:
-        copies: the ranks that hold the same experts, one of each expert group.
+    copies: the ranks that hold the same experts, one of each expert group.
 
     Collective: yes, two messages a dtype.   Host sync: as the transport.
     """
@@ -140,11 +139,8 @@ def _sum_over_copies(layer: ExpertParallelExperts, placement: ExpertPlacement) -
     for parameter in layer.expert_parameters().values():
         if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
             gradient = _local_gradient(parameter)
-            index = torch.tensor(
-                [each for places in shared for each in places],
-                dtype=torch.int64,
-                device=gradient.device,
-            )
+            sent = [place for places in shared for place in places]
+            index = torch.tensor(sent, dtype=torch.int64, device=gradient.device)
             came = layer.group.collectives.all_to_all(
                 gradient.index_select(0, index),
                 send_splits=splits,
@@ -164,11 +160,9 @@ def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> 
     Call it when replicated gradients are equal on all ranks. For DTensors, which FSDP and models
     loaded by transformers hold, it adds up the squares over all ranks.
 
-    Args:
-        group: the ranks that share the experts; None for a model that transformers loaded.
+    group: the ranks that share the experts; None for a model that transformers loaded.
 
-    Returns:
-        The norm before scaling, a float32 scalar, equal on all ranks.
+    Returns: the norm before scaling, a float32 scalar, equal on all ranks.
 
     Collective: yes.   Host sync: as the transport.
     """

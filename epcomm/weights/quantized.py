@@ -141,10 +141,10 @@ class QuantizedWeights(ExpertTensors):
         """
         has_bias = weights.gate_up_bias is not None or weights.down_bias is not None
         if has_bias or weights.format != _PLAIN:
+            biases = " with biases" if has_bias else ""
             raise ConfigError(
-                f"from_unquantized: experts are {weights.format}"
-                f"{' with biases' if has_bias else ''}, "
-                f"expected {_PLAIN} without biases; leave such experts unquantised"
+                f"from_unquantized: experts are {weights.format}{biases}, expected {_PLAIN} "
+                "without biases; leave such experts unquantised"
             )
         chosen = enum_member(f"{cls.__name__}.from_unquantized: scales", ScaleDtype, scales)
         if chosen is not ScaleDtype.FLOAT32 and not cls.has_scale_dtypes:
@@ -222,8 +222,7 @@ class Fp8BlockWeights(QuantizedWeights):
         blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
         # quantize() has a floor, which small weights would fall below.
         amax = blocks.abs().amax(dim=(2, 4))
-        is_float32 = scales is ScaleDtype.FLOAT32
-        found = _scale_of(amax) if is_float32 else _power_of_two_of(amax)
+        found = _scale_of(amax) if scales is ScaleDtype.FLOAT32 else _power_of_two_of(amax)
         scaled = matrices.float() / _spread(found, matrices)
         return scaled.to(torch.float8_e4m3fn), found.to(scales.torch_dtype)
 

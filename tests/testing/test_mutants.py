@@ -21,7 +21,7 @@ from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.order import Calls
-from epcomm.records import ExchangePlan
+from epcomm.records import ExchangePlan, Steps
 from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite, layer_suite
 
@@ -104,10 +104,10 @@ class TokensBackwards(CollectiveBuffer):
     def turns(self) -> bool:
         return True
 
-    def dispatch(self, call: DispatchCall) -> Dispatched:
+    def dispatch_steps(self, call: DispatchCall) -> Steps[Dispatched]:
         if not self.turns():
-            return super().dispatch(call)
-        out = super().dispatch(
+            return (yield from super().dispatch_steps(call))
+        out = yield from super().dispatch_steps(
             replace(
                 call,
                 hidden_states=call.unquantized.flip(0),
@@ -247,8 +247,8 @@ class OrderInTurns(TokensBackwards):
 class OwnFlagsAlone(CollectiveBuffer):
     """Need gradients where this rank needs them, not where any rank does."""
 
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        return replace(super().dispatch(call), any_flags=call.flags)
+    def dispatch_steps(self, call: DispatchCall) -> Steps[Dispatched]:
+        return replace((yield from super().dispatch_steps(call)), any_flags=call.flags)
 
 
 def _without_gradient(y: Tensor) -> Tensor:

@@ -151,9 +151,7 @@ def test_odd_matrix_of_four_bits_is_named(
 
 
 @every_kind
-def test_format_and_hidden_dtype_are_checked(
-    kind: type[QuantizedWeights],
-) -> None:
+def test_format_and_hidden_dtype_are_checked(kind: type[QuantizedWeights]) -> None:
     weights = kind.from_unquantized(plain())
     changes: list[dict[str, object]] = [
         {"format": ExpertFormat(is_interleaved=True)},
@@ -174,9 +172,7 @@ def test_zeros_stay_zeros(kind: type[QuantizedWeights]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Fp8BlockWeights, Int8ChannelWeights, Nvfp4Weights])
-def test_largest_element_keeps_its_value(
-    kind: type[QuantizedWeights],
-) -> None:
+def test_largest_element_keeps_its_value(kind: type[QuantizedWeights]) -> None:
     weights = plain()
     for name, values in kind.from_unquantized(weights).dequantized().items():
         original = getattr(weights, name).detach()
@@ -245,9 +241,7 @@ def test_elements_of_four_bits_come_in_pairs() -> None:
 
 
 @every_kind
-def test_result_is_contiguous_whatever_was_quantised(
-    kind: type[QuantizedWeights],
-) -> None:
+def test_result_is_contiguous_whatever_was_quantised(kind: type[QuantizedWeights]) -> None:
     weights = plain()
     same = weights.with_tensors(
         {name: lying_transposed(tensor.detach()) for name, tensor in weights.tensors().items()}

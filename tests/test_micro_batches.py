@@ -94,70 +94,67 @@ def record(patch: pytest.MonkeyPatch, layer: ExpertParallelExperts) -> list[str]
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_one_micro_batch_computes_while_the_other_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    with EPGroup() as group:
-        layer = open_layer(group)
-        alone, turns = inputs(group), inputs(group)
-        expected = [layer(*each) for each in alone]
-        torch.cat(expected).square().sum().backward()
-        gradients = [each.grad for each in layer.parameters()]
-        layer.zero_grad()
+def test_one_micro_batch_computes_while_the_other_is_sent(
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
+    layer = open_layer(group)
+    alone, turns = inputs(group), inputs(group)
+    expected = [layer(*each) for each in alone]
+    torch.cat(expected).square().sum().backward()
+    gradients = [each.grad for each in layer.parameters()]
+    layer.zero_grad()
 
-        seen = record(monkeypatch, layer)
-        ys = interleave(*(layer.steps(*each) for each in turns))
-        torch.cat(ys).square().sum().backward()
-        assert seen == [
-            *("begin 0: dispatch", "begin 1: dispatch"),
-            *("wait 0", "experts 0", "begin 2: combine"),
-            *("wait 1", "experts 1", "begin 3: combine"),
-            *("wait 2", "wait 3"),
-            *("begin 4: backward of combine", "begin 5: backward of combine"),
-            *("wait 4", "backward of experts 1", "begin 6: backward of dispatch"),
-            *("wait 5", "backward of experts 0", "begin 7: backward of dispatch"),
-            *("wait 6", "wait 7"),
-        ]
-        found = [*ys, *(each.grad for each in layer.parameters()), *(x.grad for x, _ in turns)]
-        known = [*expected, *gradients, *(x.grad for x, _ in alone)]
-        for one, other in zip(found, known, strict=True):
-            assert one is not None
-            assert other is not None
-            assert torch.equal(one, other)
+    seen = record(monkeypatch, layer)
+    ys = interleave(*(layer.steps(*each) for each in turns))
+    torch.cat(ys).square().sum().backward()
+    assert seen == [
+        *("begin 0: dispatch", "begin 1: dispatch"),
+        *("wait 0", "experts 0", "begin 2: combine"),
+        *("wait 1", "experts 1", "begin 3: combine"),
+        *("wait 2", "wait 3"),
+        *("begin 4: backward of combine", "begin 5: backward of combine"),
+        *("wait 4", "backward of experts 1", "begin 6: backward of dispatch"),
+        *("wait 5", "backward of experts 0", "begin 7: backward of dispatch"),
+        *("wait 6", "wait 7"),
+    ]
+    found = [*ys, *(each.grad for each in layer.parameters()), *(x.grad for x, _ in turns)]
+    known = [*expected, *gradients, *(x.grad for x, _ in alone)]
+    for one, other in zip(found, known, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("faulty_batch", [0, 1])
 @pytest.mark.parametrize("place", ["router", "weights", "shared experts", "experts"])
 def test_an_error_of_one_micro_batch_is_raised_on_all_ranks(
-    place: str, faulty_batch: int, monkeypatch: pytest.MonkeyPatch
+    place: str, faulty_batch: int, monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
-    with EPGroup() as group:
-        moe = ExpertParallelMoE.from_transformers(BLOCKS["qwen2_moe"](), group)
-        torch.manual_seed(group.rank)
-        batches = [torch.randn(1, 3 + number, HIDDEN) for number in range(2)]
-        expected = [moe(x) for x in batches]
-        calls = count()
+    moe = ExpertParallelMoE.from_transformers(BLOCKS["qwen2_moe"](), group)
+    torch.manual_seed(group.rank)
+    batches = [torch.randn(1, 3 + number, HIDDEN) for number in range(2)]
+    expected = [moe(x) for x in batches]
+    calls = count()
 
-        def fail(*_: object) -> None:
-            if group.rank == FAULTY and next(calls) == faulty_batch:
-                raise OSError("no memory")
+    def fail(*_: object) -> None:
+        if group.rank == FAULTY and next(calls) == faulty_batch:
+            raise OSError("no memory")
 
-        def failing(call: Callable[..., object]) -> Callable[..., object]:
-            return lambda *args: (fail(), call(*args))[1]
+    def failing(call: Callable[..., object]) -> Callable[..., object]:
+        return lambda *args: (fail(), call(*args))[1]
 
-        with monkeypatch.context() as patch:
-            if place == "weights":
-                read = ExpertParallelExperts.weights.fget
-                assert read is not None
-                patch.setattr(ExpertParallelExperts, "weights", property(failing(read)))
-            else:
-                owner, name = {
-                    "router": (moe.get_submodule("gate"), "forward"),
-                    "shared experts": (moe.get_submodule("shared_expert"), "forward"),
-                    "experts": (moe.experts.runner, "run"),
-                }[place]
-                patch.setattr(owner, name, failing(getattr(owner, name)))
-            error = (OSError, "no memory") if group.rank == FAULTY else (EPError, "on rank 1")
-            with pytest.raises(error[0], match=error[1]):
-                interleave(*(moe.steps(x) for x in batches))
-        for y, other in zip(interleave(*(moe.steps(x) for x in batches)), expected, strict=True):
-            assert torch.equal(y, other)
+    with monkeypatch.context() as patch:
+        if place == "weights":
+            read = ExpertParallelExperts.weights.fget
+            patch.setattr(ExpertParallelExperts, "weights", property(failing(read)))
+        else:
+            owner, name = {
+                "router": (moe.get_submodule("gate"), "forward"),
+                "shared experts": (moe.get_submodule("shared_expert"), "forward"),
+                "experts": (moe.experts.runner, "run"),
+            }[place]
+            patch.setattr(owner, name, failing(getattr(owner, name)))
+        error = (OSError, "no memory") if group.rank == FAULTY else (EPError, "on rank 1")
+        with pytest.raises(error[0], match=error[1]):
+            interleave(*(moe.steps(x) for x in batches))
+    for y, other in zip(interleave(*(moe.steps(x) for x in batches)), expected, strict=True):
+        assert torch.equal(y, other)

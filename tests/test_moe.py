@@ -232,14 +232,15 @@ def test_routing_that_the_operator_cannot_say_is_the_references() -> None:
         )
 
 
-def test_router_that_is_not_there_says_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_that_is_not_there_says_what_to_import(
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
     # Use another name, because another test of this process may have registered the real one.
     monkeypatch.setattr("epcomm.routing.ascend_gating.OPERATOR", "npu_gating_of_no_version")
-    with EPGroup() as group:
-        message = f"not on {group.device.type}; import torch_npu first, .*{group.where}"
-        with pytest.raises(BackendUnavailable, match=message):
-            block_with_router("ascend", BLOCKS["afmoe"], group)
-        assert block_with_router("auto", BLOCKS["afmoe"], group).routing.top_k
+    message = f"not on {group.device.type}; import torch_npu first, .*{group.where}"
+    with pytest.raises(BackendUnavailable, match=message):
+        block_with_router("ascend", BLOCKS["afmoe"], group)
+    assert block_with_router("auto", BLOCKS["afmoe"], group).routing.top_k
 
 
 def test_missing_part_and_another_top_k_are_named(group: EPGroup) -> None:
@@ -270,66 +271,64 @@ def test_runner_that_cannot_compute_the_experts_is_refused_by_name(group: EPGrou
 @pytest.mark.parametrize("backend", ["collective", "shared_memory"])
 @pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
 def test_shared_experts_run_while_rows_are_sent(
-    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
     recorder = Recorder(monkeypatch)
-    with EPGroup() as group:
-        config = EPConfig(backend=backend, mode="normal", max_tokens_per_rank=64)
-        moe = ExpertParallelMoE.from_transformers(BLOCKS[name](), group, config)
-        shared = moe.get_submodule(str(moe._layout.shared_experts))
+    config = EPConfig(backend=backend, mode="normal", max_tokens_per_rank=64)
+    moe = ExpertParallelMoE.from_transformers(BLOCKS[name](), group, config)
+    shared = moe.get_submodule(str(moe._layout.shared_experts))
 
-        def results() -> list[Tensor]:
-            """Return y and all gradients."""
-            moe.zero_grad()
-            x = tokens(group.rank, group.device)
-            y = moe(x)
-            assert isinstance(y, Tensor)
-            (y * y).sum().backward()
-            given = [x.grad, *(each.grad for each in moe.parameters())]
-            return [y.detach(), *(each.clone() for each in given if each is not None)]
+    def results() -> list[Tensor]:
+        """Return y and all gradients."""
+        moe.zero_grad()
+        x = tokens(group.rank, group.device)
+        y = moe(x)
+        assert isinstance(y, Tensor)
+        (y * y).sum().backward()
+        given = [x.grad, *(each.grad for each in moe.parameters())]
+        return [y.detach(), *(each.clone() for each in given if each is not None)]
 
-        with monkeypatch.context() as patch:
-            patch.setattr(Dispatcher, "is_asynchronous", False)
-            expected = results()
-        found = results()
-        assert len(found) == len(expected) > 3
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other)
-        with torch.no_grad():
-            assert torch.equal(moe(tokens(group.rank, group.device)), expected[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(Dispatcher, "is_asynchronous", False)
+        expected = results()
+    found = results()
+    assert len(found) == len(expected) > 3
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        assert torch.equal(moe(tokens(group.rank, group.device)), expected[0])
 
-        recorder.ended.clear()
-        recorder.on_caller = 0
-        hooks = [
-            shared.register_forward_hook(lambda *_: recorder.compute_until("dispatch", 1)),
-            # The first combine is that of forward, the second returns the gradients of rows.
-            shared.register_full_backward_hook(lambda *_: recorder.compute_until("combine", 2)),
-        ]
-        results()
-        for hook in hooks:
-            hook.remove()
-        assert recorder.on_caller == 0
+    recorder.ended.clear()
+    recorder.on_caller = 0
+    hooks = [
+        shared.register_forward_hook(lambda *_: recorder.compute_until("dispatch", 1)),
+        # The first combine is that of forward, the second returns the gradients of rows.
+        shared.register_full_backward_hook(lambda *_: recorder.compute_until("combine", 2)),
+    ]
+    results()
+    for hook in hooks:
+        hook.remove()
+    assert recorder.on_caller == 0
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_failure_of_shared_experts_is_reported_to_the_ranks_that_combine() -> None:
-    with EPGroup() as group:
-        moe = ExpertParallelMoE.from_transformers(BLOCKS["qwen2_moe"](), group)
-        x = tokens(group.rank, group.device)
-        y = moe(x)
-        if group.rank == 1:
+def test_failure_of_shared_experts_is_reported_to_the_ranks_that_combine(group: EPGroup) -> None:
+    moe = ExpertParallelMoE.from_transformers(BLOCKS["qwen2_moe"](), group)
+    x = tokens(group.rank, group.device)
+    y = moe(x)
+    if group.rank == 1:
 
-            def fail(*_: object) -> None:
-                raise OSError("no memory")
+        def fail(*_: object) -> None:
+            raise OSError("no memory")
 
-            hook = moe.get_submodule("shared_expert").register_forward_hook(fail)
-            with pytest.raises(OSError, match="no memory"):
-                moe(x)
-            hook.remove()
-        else:
-            with pytest.raises(EPError, match="on rank 1"):
-                moe(x)
-        again = moe(x)
-        assert isinstance(y, Tensor)
-        assert isinstance(again, Tensor)
-        assert torch.equal(again, y)
+        hook = moe.get_submodule("shared_expert").register_forward_hook(fail)
+        with pytest.raises(OSError, match="no memory"):
+            moe(x)
+        hook.remove()
+    else:
+        with pytest.raises(EPError, match="on rank 1"):
+            moe(x)
+    again = moe(x)
+    assert isinstance(y, Tensor)
+    assert isinstance(again, Tensor)
+    assert torch.equal(again, y)

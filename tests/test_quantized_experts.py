@@ -1,4 +1,4 @@
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import pytest
@@ -10,15 +10,14 @@ from epcomm import (
     EPConfig,
     EPGroup,
     ExpertParallelExperts,
-    Fp8BlockWeights,
-    Mxfp8Weights,
     ScaleDtype,
     WireDtype,
 )
+from epcomm.records import DispatchOutput
 from epcomm.testing.buffer_suite import BATCH_SPECS
-from epcomm.testing.data import make_batch, make_weights
+from epcomm.testing.data import BatchSpec, RankBatch, make_batch, make_weights
 from epcomm.testing.oracle import relative_error
-from epcomm.weights.quantized import QUANTIZED_KINDS
+from epcomm.weights.quantized import QUANTIZED_KINDS, QuantizedWeights
 from fakes.deep_ep import install
 from fakes.deep_ep.strict_v1 import buffer as strict_buffer
 from tests.cases.quantized_model import HALVES_UP, POWERS_OF_TWO, assert_within, model
@@ -38,29 +37,46 @@ SPECS = {
 }
 
 
+def weights_of(
+    kind: str,
+    spec: BatchSpec,
+    group: EPGroup,
+    inner: int = INNER,
+    scales: ScaleDtype = ScaleDtype.FLOAT32,
+) -> QuantizedWeights:
+    plain = make_weights(spec, group.world_size, intermediate_size=inner, device=group.device)
+    return QUANTIZED_KINDS[kind].from_unquantized(plain, scales=scales)
+
+
+def layer_of(
+    weights: QuantizedWeights, spec: BatchSpec, group: EPGroup, config: EPConfig
+) -> ExpertParallelExperts:
+    return ExpertParallelExperts(weights, group, config, top_k=spec.num_topk(group.world_size))
+
+
+def y_of(layer: ExpertParallelExperts, batch: RankBatch, group: EPGroup) -> Tensor:
+    mine = batch.to(group.device)
+    y = layer(mine.x, mine.topk)
+    layer.check()
+    return y
+
+
 @pytest.mark.parametrize("batch", ["empty_rank", "holes"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", QUANTIZED_KINDS)
 def test_layer_equals_the_model(kind: str, config: str, batch: str, group: EPGroup) -> None:
     spec = SPECS[batch]
     with torch.no_grad():
-        plain = make_weights(spec, group.world_size, intermediate_size=INNER, device=group.device)
-        weights = QUANTIZED_KINDS[kind].from_unquantized(plain)
-        layer = ExpertParallelExperts(
-            weights, group, CONFIGS[config], top_k=spec.num_topk(group.world_size)
-        )
+        weights = weights_of(kind, spec, group)
+        layer = layer_of(weights, spec, group, CONFIGS[config])
         assert f"wire: dispatch {weights.wire_format}, combine fp32" in layer.explain()
         on_cpu = make_batch(spec, group.rank, group.world_size)
-        mine = on_cpu.to(group.device)
-        y = layer(mine.x, mine.topk)
-        layer.check()
-        assert_within(y, model(on_cpu, weights, kind))
+        assert_within(y_of(layer, on_cpu, group), model(on_cpu, weights, kind))
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_scale"])
 def test_bytes_are_not_loaded_as_numbers(name: str, group: EPGroup) -> None:
-    plain = make_weights(SPECS["uneven"], group.world_size, intermediate_size=INNER)
-    weights = Mxfp8Weights.from_unquantized(plain)
+    weights = weights_of("mxfp8", SPECS["uneven"], group)
     layer = ExpertParallelExperts(weights, group, CONFIGS["normal"], top_k=2)
     state = layer.state_dict()
     value = weights.tensors()[name]
@@ -81,26 +97,20 @@ def test_layer_of_whole_blocks_equals_the_model(kind: str, config: str, group: E
     """Use sizes that the GPU kernels support, if there are GPUs."""
     spec = replace(SPECS["holes"], hidden_size=256, dtype=torch.bfloat16)
     with torch.no_grad():
-        plain = make_weights(spec, group.world_size, intermediate_size=128, device=group.device)
-        weights = QUANTIZED_KINDS[kind].from_unquantized(plain)
-        top_k = spec.num_topk(group.world_size)
-        layer = ExpertParallelExperts(weights, group, CONFIGS[config], top_k=top_k)
+        weights = weights_of(kind, spec, group, 128)
+        layer = layer_of(weights, spec, group, CONFIGS[config])
         on_gpu = ("fp8_wgmma", "fp8_triton") if kind == "fp8" else (f"{kind}_triton",)
         is_gpu = group.device.type == "cuda"
         assert layer.plan.runner in (on_gpu if is_gpu else ("quantized_reference",))
         on_cpu = make_batch(spec, group.rank, group.world_size)
-        mine = on_cpu.to(group.device)
-        y = layer(mine.x, mine.topk)
-        layer.check()
         expected = model(on_cpu, weights, kind).values
-        assert relative_error(y.cpu().double(), expected) <= BLOCK_TOLERANCE
+        y = y_of(layer, on_cpu, group).cpu().double()
+        assert relative_error(y, expected) <= BLOCK_TOLERANCE
 
 
 @pytest.mark.parametrize("kind", QUANTIZED_KINDS)
 def test_each_rank_holds_its_share_of_codes_and_scales(kind: str, group: EPGroup) -> None:
-    spec = SPECS["uneven"]
-    plain = make_weights(spec, 2, intermediate_size=INNER, device=group.device)
-    weights = QUANTIZED_KINDS[kind].from_unquantized(plain)
+    weights = weights_of(kind, SPECS["uneven"], group)
     layer = ExpertParallelExperts(weights, group, top_k=3)
     for name, tensor in weights.tensors().items():
         parameter, mine = layer.get_parameter(name), tensor.chunk(2)[group.rank]
@@ -164,20 +174,12 @@ def test_layer_rounds_as_the_experts_or_the_configuration_say(
 ) -> None:
     spec = SPECS["uneven"]
     with torch.no_grad():
-        plain = make_weights(spec, group.world_size, intermediate_size=INNER, device=group.device)
-        weights = QUANTIZED_KINDS[case.kind].from_unquantized(plain, scales=case.scales)
-        layer = ExpertParallelExperts(
-            weights,
-            group,
-            replace(CONFIGS[config], **case.settings),
-            top_k=spec.num_topk(group.world_size),
-        )
+        weights = weights_of(case.kind, spec, group, scales=case.scales)
+        layer = layer_of(weights, spec, group, replace(CONFIGS[config], **case.settings))
         assert f"wire: dispatch {case.wire}, combine fp32" in layer.explain()
         on_cpu = make_batch(spec, group.rank, group.world_size)
         on_cpu = replace(on_cpu, x=half_integers(on_cpu.x))
-        mine = on_cpu.to(group.device)
-        actual = layer(mine.x, mine.topk).cpu()
-        layer.check()
+        actual = y_of(layer, on_cpu, group).cpu()
         assert_within(actual, model(on_cpu, weights, case.rounding))
         with pytest.raises(AssertionError, match="beyond their bounds"):
             assert_within(actual, model(on_cpu, weights, case.kind))
@@ -191,36 +193,41 @@ def half_integers(like: Tensor) -> Tensor:
     return x
 
 
+def run_as_deep_gemm(
+    spec: BatchSpec, group: EPGroup, config: EPConfig, scales: ScaleDtype = ScaleDtype.FLOAT32
+) -> Iterator[tuple[str, ExpertParallelExperts, DispatchOutput]]:
+    """Compare an imitation of DeepGEMM, which refuses other strides, with the plain runner.
+
+    Yields the name of each runner, its layer, and what the layer dispatched. Collective.
+    """
+    weights, batch = weights_of("fp8", spec, group, 128, scales), make_batch(spec, group.rank, 2)
+    mine, results = batch.to(group.device), []
+    for runner in ("deep_gemm", "quantized_reference"):
+        layer = layer_of(weights, spec, group, replace(config, runner=runner))
+        out = layer.phases.prefill.dispatch(mine.x, mine.topk)
+        layer.phases.prefill.combine(layer.runner.run(out, layer.weights))
+        yield runner, layer, out
+        results.append(y_of(layer, batch, group))
+    # The tolerance of tests/runners/test_deep_gemm.py.
+    assert relative_error(*results) <= 0.042
+
+
 @pytest.mark.parametrize("scales", ScaleDtype)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_scales_come_as_the_runner_reads_them(
     config: str, scales: ScaleDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare an imitation of DeepGEMM, which refuses other strides, with the plain runner."""
     is_packed = scales is ScaleDtype.POWER_OF_TWO
     fake_deep_gemm.install(monkeypatch, architecture=10 if is_packed else 9)
     spec = replace(SPECS["holes"], hidden_size=256, dtype=torch.bfloat16)
+    wide = CONFIGS[config]
+    if wide.max_recv_slots is not None:
+        wide = replace(wide, max_recv_slots=1000)
     with EPGroup() as group, torch.no_grad():
-        plain = make_weights(spec, 2, intermediate_size=128, device=group.device)
-        weights = Fp8BlockWeights.from_unquantized(plain, scales=scales)
-        wide = CONFIGS[config]
-        if wide.max_recv_slots is not None:
-            wide = replace(wide, max_recv_slots=1000)
-        mine = make_batch(spec, group.rank, 2).to(group.device)
-        results = []
-        for runner in ("deep_gemm", "quantized_reference"):
-            layer = ExpertParallelExperts(
-                weights, group, replace(wide, runner=runner), top_k=spec.num_topk(2)
-            )
-            out = layer.phases.prefill.dispatch(mine.x, mine.topk)
-            layer.phases.prefill.combine(layer.runner.run(out, layer.weights))
+        for runner, layer, out in run_as_deep_gemm(spec, group, wide, scales):
             layout = out.hidden_states.scale_layout
             assert layout == layer.plan.prefill.scale_layout
             assert str(layout).startswith("column-major") == (runner == "deep_gemm")
-            results.append(layer(mine.x, mine.topk))
-            layer.check()
-        # The tolerance of tests/runners/test_deep_gemm.py.
-        assert relative_error(*results) <= 0.042
 
 
 def test_capacity_of_deep_ep_v1_is_whole_tiles_of_deep_gemm(
@@ -232,20 +239,7 @@ def test_capacity_of_deep_ep_v1_is_whole_tiles_of_deep_gemm(
     spec = replace(SPECS["uneven"], hidden_size=2048, dtype=torch.bfloat16)
     config = EPConfig(mode="low_latency", backend="deep_ep_v1", max_tokens_per_rank=18)
     with install("v1"), EPGroup() as group, torch.no_grad():
-        plain = make_weights(spec, 2, intermediate_size=128, device=group.device)
-        weights = Fp8BlockWeights.from_unquantized(plain)
-        mine = make_batch(spec, group.rank, 2).to(group.device)
-        results = []
-        for runner in ("deep_gemm", "quantized_reference"):
-            layer = ExpertParallelExperts(
-                weights, group, replace(config, runner=runner), top_k=spec.num_topk(2)
-            )
-            out = layer.phases.prefill.dispatch(mine.x, mine.topk)
-            layer.phases.prefill.combine(layer.runner.run(out, layer.weights))
+        num_slots = len(make_batch(spec, group.rank, 2).x) * spec.num_topk(2)
+        for runner, _, out in run_as_deep_gemm(spec, group, config):
             assert out.hidden_states.data.shape[1] == (128 if runner == "deep_gemm" else 36)
-            num_slots = mine.x.shape[0] * spec.num_topk(2)
             assert out.mean_tokens_per_expert == -(-num_slots // spec.num_local_experts)
-            results.append(layer(mine.x, mine.topk))
-            layer.check()
-        # The tolerance of tests/runners/test_deep_gemm.py.
-        assert relative_error(*results) <= 0.042

@@ -227,7 +227,9 @@ def test_paths_refuse_other_plans_closed_groups_and_other_packings() -> None:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_what_one_rank_lacks_all_ranks_hear(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_rank_lacks_all_ranks_hear(
+    operator: str, monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
     """Each rank lacks one of: a variable, the chip, a parameter of the package, NZ weights."""
 
     class Older(Buffer):
@@ -240,25 +242,24 @@ def test_what_one_rank_lacks_all_ranks_hear(operator: str, monkeypatch: pytest.M
         ) -> tuple[Tensor, Tensor]:
             return super().fused_deep_moe(x, **others)
 
-    with EPGroup() as group:
-        is_bad = group.rank == 1
-        with monkeypatch.context() as patch:
-            if is_bad:
-                patch.setenv("DEEP_USE_MODE", "ops")
-            text = "rank 1: DEEP_USE_MODE is ops, expected default; unset it"
-            expect(BackendUnavailable, text, lambda: make_layer(group, operator))
-        with limits.soc("A2" if is_bad else "A3", size_limits=False):
-            text = "rank 1: the chip is A2, expected A3"
-            expect(BackendUnavailable, text, lambda: make_layer(group, operator))
-        with monkeypatch.context() as patch:
-            if is_bad:
-                patch.setattr("deep_ep.Buffer", Older)
-            text = (
-                f"{operator}: cannot be opened, rank 1: Older.fused_deep_moe of the installed "
-                "package has no parameter topk_idx; install another release"
-            )
-            expect(BackendUnavailable, text, lambda: make_layer(group, operator))
-        with device_that_keeps(allows_nz=not is_bad):
-            text = "rank 1: to_nz: weights on cpu have format 2, expected 29 (NZ); set torch.npu."
-            expect(BackendUnavailable, text, lambda: make_layer(group, operator))
-        make_layer(group, operator)
+    is_bad = group.rank == 1
+    with monkeypatch.context() as patch:
+        if is_bad:
+            patch.setenv("DEEP_USE_MODE", "ops")
+        text = "rank 1: DEEP_USE_MODE is ops, expected default; unset it"
+        expect(BackendUnavailable, text, lambda: make_layer(group, operator))
+    with limits.soc("A2" if is_bad else "A3", size_limits=False):
+        text = "rank 1: the chip is A2, expected A3"
+        expect(BackendUnavailable, text, lambda: make_layer(group, operator))
+    with monkeypatch.context() as patch:
+        if is_bad:
+            patch.setattr("deep_ep.Buffer", Older)
+        text = (
+            f"{operator}: cannot be opened, rank 1: Older.fused_deep_moe of the installed "
+            "package has no parameter topk_idx; install another release"
+        )
+        expect(BackendUnavailable, text, lambda: make_layer(group, operator))
+    with device_that_keeps(allows_nz=not is_bad):
+        text = "rank 1: to_nz: weights on cpu have format 2, expected 29 (NZ); set torch.npu."
+        expect(BackendUnavailable, text, lambda: make_layer(group, operator))
+    make_layer(group, operator)

@@ -77,31 +77,30 @@ def count_packs(patch: pytest.MonkeyPatch, operator: str) -> list[Int8ChannelWei
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_written_experts_are_packed_anew_once(
-    operator: str, monkeypatch: pytest.MonkeyPatch
+    operator: str, monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
     packed = count_packs(monkeypatch, operator)
-    with EPGroup() as group:
-        layer, (x, topk) = make_layer(group, operator), batch(group.rank)
-        before = layer(x, topk)
-        for seed, write in enumerate(WRITES, start=1):
-            new = experts(seed)
-            expected = make_layer(group, operator, new)(x, topk)
-            packed.clear()
-            mine = {n: t.chunk(group.world_size)[group.rank] for n, t in new.tensors().items()}
-            write(layer, mine)
-            y = layer(x, topk)
-            assert torch.equal(y, expected)
-            assert not torch.equal(y, before)
-            assert torch.equal(layer(x, topk), y)
-            assert len(packed) == 1
-            # state_dict() stays bit-equal to the checkpoint.
-            saved = layer.state_dict()
-            assert list(saved) == list(mine)
-            for name, tensor in mine.items():
-                assert saved[name].dtype is tensor.dtype
-                assert torch.equal(saved[name].to_local(), tensor)
-            before = y
-        layer.check()
+    layer, (x, topk) = make_layer(group, operator), batch(group.rank)
+    before = layer(x, topk)
+    for seed, write in enumerate(WRITES, start=1):
+        new = experts(seed)
+        expected = make_layer(group, operator, new)(x, topk)
+        packed.clear()
+        mine = {n: t.chunk(group.world_size)[group.rank] for n, t in new.tensors().items()}
+        write(layer, mine)
+        y = layer(x, topk)
+        assert torch.equal(y, expected)
+        assert not torch.equal(y, before)
+        assert torch.equal(layer(x, topk), y)
+        assert len(packed) == 1
+        # state_dict() stays bit-equal to the checkpoint.
+        saved = layer.state_dict()
+        assert list(saved) == list(mine)
+        for name, tensor in mine.items():
+            assert saved[name].dtype is tensor.dtype
+            assert torch.equal(saved[name].to_local(), tensor)
+        before = y
+    layer.check()
 
 
 @pytest.mark.ranks(2)

@@ -22,32 +22,29 @@ def tokens(rank: int, call: int, device: torch.device) -> torch.Tensor:
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("router", ROUTERS)
-def test_windows_of_all_ranks_hold_what_was_routed(router: str) -> None:
+def test_windows_of_all_ranks_hold_what_was_routed(router: str, group: EPGroup) -> None:
     if router == "triton":
         pytest.importorskip("triton")
-    with EPGroup() as group:
-        config = EPConfig(mode="normal", router=router, record_load=True)
-        moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group, config)
-        recorder = LoadRecorder({"block": moe.load_table}, max_windows=2)
-        expected = []
-        for call in range(3):
-            x = tokens(group.rank, call, group.device).requires_grad_()
-            y = moe(x) if call else checkpoint(moe, x, use_reentrant=False)
-            # Recomputes the first call, and counts it once.
-            y.square().sum().backward()  # type: ignore[union-attr]
-            recorder.end_window()
-            seen: list[list[int] | None] = [None] * NUM_RANKS
-            dist.all_gather_object(seen, moe.route(x)[1].topk_ids.flatten().tolist())
-            counts = Counter(expert for ids in seen for expert in ids or ())
-            expected.append(tuple(counts[expert] for expert in range(NUM_EXPERTS)))
-        moe(tokens(group.rank, 3, group.device))
-        load = recorder.gather(group.calls)
-        # The first window was dropped, and the last has not ended.
-        assert load == ExpertLoad(
-            num_ranks=NUM_RANKS, windows_by_layer={"block": tuple(expected[1:])}
-        )
-        assert load.total("block") == tuple(map(sum, zip(*expected[1:], strict=True)))
-        assert ExpertLoad.from_json(load.as_json()) == load
+    config = EPConfig(mode="normal", router=router, record_load=True)
+    moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group, config)
+    recorder = LoadRecorder({"block": moe.load_table}, max_windows=2)
+    expected = []
+    for call in range(3):
+        x = tokens(group.rank, call, group.device).requires_grad_()
+        y = moe(x) if call else checkpoint(moe, x, use_reentrant=False)
+        # Recomputes the first call, and counts it once.
+        y.square().sum().backward()  # type: ignore[union-attr]
+        recorder.end_window()
+        seen: list[list[int] | None] = [None] * NUM_RANKS
+        dist.all_gather_object(seen, moe.route(x)[1].topk_ids.flatten().tolist())
+        counts = Counter(expert for ids in seen for expert in ids or ())
+        expected.append(tuple(counts[expert] for expert in range(NUM_EXPERTS)))
+    moe(tokens(group.rank, 3, group.device))
+    load = recorder.gather(group.calls)
+    # The first window was dropped, and the last has not ended.
+    assert load == ExpertLoad(num_ranks=NUM_RANKS, windows_by_layer={"block": tuple(expected[1:])})
+    assert load.total("block") == tuple(map(sum, zip(*expected[1:], strict=True)))
+    assert ExpertLoad.from_json(load.as_json()) == load
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -166,7 +166,9 @@ def test_parts_and_gradients_of_ranks_add_up_to_those_of_one_process(group: EPGr
     [pytest.param(False, marks=pytest.mark.slow), True],
     ids=["kept", "checkpointed"],
 )
-def test_losses_of_watched_gates_train_like_one_process(is_checkpointed: bool) -> None:
+def test_losses_of_watched_gates_train_like_one_process(
+    is_checkpointed: bool, group: EPGroup
+) -> None:
     from tests.training.test_gradients import NUM_RANKS, TinyModel, check, spread, tokens
 
     alone, seen = TinyModel(), []
@@ -177,21 +179,20 @@ def test_losses_of_watched_gates_train_like_one_process(is_checkpointed: bool) -
         balance = plain_balance(logits.softmax(1), logits.topk(TOP_K).indices)
         total = total + 0.5 * balance + 0.1 * plain_z(logits)
     total.backward()
-    with EPGroup() as group:
-        model = spread(group)
-        model.is_checkpointed = is_checkpointed
-        with watch_gates(model) as gates:
-            loss = model(tokens(group.rank)) / NUM_RANKS
-            for gate in gates:
-                scores = router_probabilities(gate.logits, gate.routing)
-                loss = loss + 0.5 * load_balancing_loss(scores, gate.topk_ids, group=group)
-                loss = loss + 0.1 * z_loss(gate.logits, group=group)
-            loss.backward()
-        assert len(gates) == 2
-        sum_replicated_gradients(model, group)
-        check(model, group, {n: p.grad for n, p in alone.named_parameters()})  # type: ignore[misc]
-        model(tokens(group.rank))
-        assert len(gates) == 2
+    model = spread(group)
+    model.is_checkpointed = is_checkpointed
+    with watch_gates(model) as gates:
+        loss = model(tokens(group.rank)) / NUM_RANKS
+        for gate in gates:
+            scores = router_probabilities(gate.logits, gate.routing)
+            loss = loss + 0.5 * load_balancing_loss(scores, gate.topk_ids, group=group)
+            loss = loss + 0.1 * z_loss(gate.logits, group=group)
+        loss.backward()
+    assert len(gates) == 2
+    sum_replicated_gradients(model, group)
+    check(model, group, {n: p.grad for n, p in alone.named_parameters()})  # type: ignore[misc]
+    model(tokens(group.rank))
+    assert len(gates) == 2
 
 
 def noting(seen: list[Tensor]) -> Callable[[nn.Module, object, object], None]:

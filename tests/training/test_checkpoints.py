@@ -171,20 +171,19 @@ def from_a_checkpoint(model: OverRanks, whole: Mapping[str, Tensor], group: EPGr
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fill", [tensor_by_tensor, in_place_of_parameters, from_a_checkpoint])
 def test_layer_built_on_meta_is_filled_by(
-    fill: Callable[[OverRanks, Mapping[str, Tensor], EPGroup], None],
+    fill: Callable[[OverRanks, Mapping[str, Tensor], EPGroup], None], group: EPGroup
 ) -> None:
     alone = InOneProcess()
     whole = {name: tensor * 2 for name, tensor in alone.state_dict().items()}
     alone.load_state_dict(whole)
-    with EPGroup() as group:
-        with torch.device("meta"):
-            model = OverRanks(group, expert_weights("meta"))
-        assert all(parameter.is_meta for parameter in model.parameters())
-        fill(model, whole, group)
-        loss = model(tokens(group.rank))
-        assert relative_error(loss, alone(tokens(group.rank))) <= FP32_TOLERANCE
-        loss.backward()
-        assert isinstance(model.experts.get_parameter("down_proj").grad, ExpertTensor)
+    with torch.device("meta"):
+        model = OverRanks(group, expert_weights("meta"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    fill(model, whole, group)
+    loss = model(tokens(group.rank))
+    assert relative_error(loss, alone(tokens(group.rank))) <= FP32_TOLERANCE
+    loss.backward()
+    assert isinstance(model.experts.get_parameter("down_proj").grad, ExpertTensor)
 
 
 @pytest.mark.ranks(2)

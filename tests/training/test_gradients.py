@@ -279,7 +279,9 @@ def test_idle_step_beside_ranks_that_train_the_head_alone(group: EPGroup) -> Non
 
 
 @pytest.mark.ranks(1, slow=(2,))
-def test_compiled_model_breaks_its_graph_once_at_the_experts(num_ranks: int) -> None:
+def test_compiled_model_breaks_its_graph_once_at_the_experts(
+    num_ranks: int, group: EPGroup
+) -> None:
     """Each rank compiles, which takes seconds, so there are few ranks."""
     placed = EPConfig(redundant_experts=2, record_load=True)
     config = EPConfig() if num_ranks == 1 else placed
@@ -290,26 +292,25 @@ def test_compiled_model_breaks_its_graph_once_at_the_experts(num_ranks: int) -> 
         return graph.forward
 
     torch._dynamo.reset()
-    with EPGroup() as group:
-        block = qwen3_moe().to(group.device)
-        moe = ExpertParallelMoE.from_transformers(block, group, config)
-        x = tokens(group.rank).to(group.device)
-        expected = moe(x)
-        compiled = torch.compile(moe, backend=count)
-        y = compiled(x)
-        assert torch.equal(y, expected)
-        if config.record_load:
-            load = moe.load_table.sum().item()
-            compiled(x)
-            # Two calls have been counted so far.
-            assert moe.load_table.sum().item() == load // 2 * 3
-        # One layer before the experts, for the routing, and one after them.
-        assert len(graphs) == 2
-        y.sum().backward()
-        gate = moe.get_parameter("gate.weight")
-        compiled_grad, gate.grad = gate.grad, None
-        moe(x).sum().backward()
-        torch.testing.assert_close(compiled_grad, gate.grad)
+    block = qwen3_moe().to(group.device)
+    moe = ExpertParallelMoE.from_transformers(block, group, config)
+    x = tokens(group.rank).to(group.device)
+    expected = moe(x)
+    compiled = torch.compile(moe, backend=count)
+    y = compiled(x)
+    assert torch.equal(y, expected)
+    if config.record_load:
+        load = moe.load_table.sum().item()
+        compiled(x)
+        # Two calls have been counted so far.
+        assert moe.load_table.sum().item() == load // 2 * 3
+    # One layer before the experts, for the routing, and one after them.
+    assert len(graphs) == 2
+    y.sum().backward()
+    gate = moe.get_parameter("gate.weight")
+    compiled_grad, gate.grad = gate.grad, None
+    moe(x).sum().backward()
+    torch.testing.assert_close(compiled_grad, gate.grad)
 
 
 class DispatchesOnce(nn.Module):
@@ -385,23 +386,22 @@ class Sum(nn.Module):
         return weight + self.delta
 
 
-def test_ddp_scales_parametrised_experts_and_not_what_is_added_to_them() -> None:
+def test_ddp_scales_parametrised_experts_and_not_what_is_added_to_them(group: EPGroup) -> None:
     alone = InOneProcess()
     added = Sum(alone.experts["down_proj"].shape)
     torch.nn.utils.parametrize.register_parametrization(alone.experts, "down_proj", added)
     for rank in range(2):
         (alone(expert_tokens(rank)) / 2).backward()
-    with EPGroup() as group:
-        model = OverRanks(group)
-        own = Sum(added.delta.shape)
-        torch.nn.utils.parametrize.register_parametrization(model.experts, "down_proj", own)
-        wrapped = in_ddp(model)
-        wrapped(expert_tokens(group.rank)).backward()
-        (shard,) = set(expert_shards(model).values())
-        experts = model.experts.expert_parameters()["parametrizations.down_proj.original"]
-        mine = added.delta.grad.narrow(0, shard.first_expert, shard.num_local_experts)
-        assert relative_error(experts.grad, mine) <= FP32_TOLERANCE
-        assert relative_error(own.delta.grad, added.delta.grad) <= FP32_TOLERANCE
+    model = OverRanks(group)
+    own = Sum(added.delta.shape)
+    torch.nn.utils.parametrize.register_parametrization(model.experts, "down_proj", own)
+    wrapped = in_ddp(model)
+    wrapped(expert_tokens(group.rank)).backward()
+    (shard,) = set(expert_shards(model).values())
+    experts = model.experts.expert_parameters()["parametrizations.down_proj.original"]
+    mine = added.delta.grad.narrow(0, shard.first_expert, shard.num_local_experts)
+    assert relative_error(experts.grad, mine) <= FP32_TOLERANCE
+    assert relative_error(own.delta.grad, added.delta.grad) <= FP32_TOLERANCE
 
 
 @dataclass(frozen=True, kw_only=True)

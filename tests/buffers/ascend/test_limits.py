@@ -206,7 +206,7 @@ def test_buffers_opened_without_a_plan_look_at_the_variables_too(group: EPGroup)
 
 @pytest.mark.ranks(2)
 def test_a_package_without_a_parameter_is_refused_on_all_ranks(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
     package: Any = sys.modules["deep_ep"]
 
@@ -219,15 +219,14 @@ def test_a_package_without_a_parameter_is_refused_on_all_ranks(
         def low_latency_dispatch(self, x: object, **others: object) -> object:
             return super().low_latency_dispatch(x, **others)
 
-    with EPGroup() as group:
-        if group.rank == 1:
-            monkeypatch.setattr(package, "Buffer", Older)
-        for backend, method in ((NORMAL, "dispatch"), (LOW_LATENCY, "low_latency_dispatch")):
-            with pytest.raises(BackendUnavailable) as caught:
-                group.open_buffer(backend, SPECS[backend])
-            wanted = f"Older.{method} of the installed package has no parameter use_mxfp8"
-            assert wanted in str(caught.value)
-            assert "cannot be opened, rank 1: " in str(caught.value)
+    if group.rank == 1:
+        monkeypatch.setattr(package, "Buffer", Older)
+    for backend, method in ((NORMAL, "dispatch"), (LOW_LATENCY, "low_latency_dispatch")):
+        with pytest.raises(BackendUnavailable) as caught:
+            group.open_buffer(backend, SPECS[backend])
+        wanted = f"Older.{method} of the installed package has no parameter use_mxfp8"
+        assert wanted in str(caught.value)
+        assert "cannot be opened, rank 1: " in str(caught.value)
 
 
 REAL = """

@@ -95,18 +95,17 @@ def test_operators_for_cpu_tensors_count_beside_the_stand_in_of_ascend_alone() -
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_group_of_processors_is_not_served_by_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_processors_is_not_served_by_a_device(
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
     """Imitate a process that has imported torch_npu and made its group over gloo."""
     monkeypatch.setattr(
         buffer_class(NAME), "probe", classmethod(lambda cls, machine: Availability(ok=True))
     )
-    with EPGroup() as group:
-        with pytest.raises(
-            BackendUnavailable, match="serves groups on npu, and this one is on cpu"
-        ):
-            plan(CONFIG, LAYER, group)
-        chosen = plan(EPConfig(mode="standard"), LAYER, group)
-        assert chosen.prefill.backend == "collective"
+    with pytest.raises(BackendUnavailable, match="serves groups on npu, and this one is on cpu"):
+        plan(CONFIG, LAYER, group)
+    chosen = plan(EPConfig(mode="standard"), LAYER, group)
+    assert chosen.prefill.backend == "collective"
 
 
 def half_of(rows: Tensor) -> Tensor:

@@ -55,13 +55,14 @@ def test_normal_mode_keeps_its_contract(scenario: str, group: EPGroup) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("backend", MODES)
-def test_rows_of_four_bits_and_quantised_sums_keep_the_contract(backend: str) -> None:
+def test_rows_of_four_bits_and_quantised_sums_keep_the_contract(
+    backend: str, group: EPGroup
+) -> None:
     wire, combine = (WireFormat(dtype=dtype) for dtype in (WireDtype.NVFP4, WireDtype.MXFP8))
-    with EPGroup() as group:
-        env = replace(env_of(group, backend), wire=wire, combine=combine)
-        if combine.dtype in env.caps.backward_dtypes:
-            env = replace(env, backward=combine)
-        buffer_suite.run_scenario("holes", env)
+    env = replace(env_of(group, backend), wire=wire, combine=combine)
+    if combine.dtype in env.caps.backward_dtypes:
+        env = replace(env, backward=combine)
+    buffer_suite.run_scenario("holes", env)
 
 
 @pytest.mark.ranks(2)

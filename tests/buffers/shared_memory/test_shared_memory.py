@@ -151,11 +151,12 @@ def test_a_failed_growth_leaves_the_buffer_as_it_was(
 
 
 @pytest.mark.parametrize("part_bytes", [1, 300], ids=["a row at once", "some rows at once"])
-def test_sums_made_in_parts_are_the_same(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_made_in_parts_are_the_same(
+    part_bytes: int, monkeypatch: pytest.MonkeyPatch, group: EPGroup
+) -> None:
     """Send enough rows of 128 B for several parts; other tests need less than one."""
     monkeypatch.setattr(shared_memory, "_PART_BYTES", part_bytes)
-    with EPGroup() as group:
-        check_batch(env_of(group), BATCH_SPECS["uneven"])
+    check_batch(env_of(group), BATCH_SPECS["uneven"])
 
 
 def test_overwritten_rows_are_refused_on_all_ranks_that_hold_views_and_told_to_the_others() -> None:

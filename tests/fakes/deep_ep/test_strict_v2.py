@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from epcomm.integrations.deep_ep import EventOverlap
-from fakes.deep_ep.strict_v2 import ElasticBuffer
+from epcomm.integrations.deep_ep import ElasticBuffer, EventOverlap
+from fakes.deep_ep.strict_v2 import ElasticBuffer as StrictBuffer
 from tests.integrations.deep_ep.golden_v2 import (
     CASES,
     HIDDEN,
@@ -27,8 +27,13 @@ pytestmark = pytest.mark.ranks(4)
 
 @pytest.fixture
 def make_buffer() -> Iterator[BufferMaker]:
-    with buffers_of(ElasticBuffer) as make:
+    with buffers_of(StrictBuffer) as make:
         yield make
+
+
+@pytest.fixture
+def buffer(make_buffer: BufferMaker) -> ElasticBuffer:
+    return make_buffer()
 
 
 # Cases whose rows have the same content in any order.
@@ -37,8 +42,7 @@ def test_recorded_case_in_any_order(name: str, make_buffer: BufferMaker) -> None
     run_recorded_case(name, make_buffer)
 
 
-def test_rows_past_the_count_are_poison_without_cpu_sync(make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
+def test_rows_past_the_count_are_poison_without_cpu_sync(buffer: ElasticBuffer) -> None:
     recv_x, recv_idx, weights, handle, _ = dispatch(buffer, do_cpu_sync=False)
     count = num_messages(handle)
     assert count < len(recv_x) == 4 * MAX_TOKENS
@@ -54,8 +58,7 @@ def test_rows_past_the_count_are_poison_without_cpu_sync(make_buffer: BufferMake
 
 
 @pytest.mark.parametrize("do_zero_padding", [False, True])
-def test_alignment_gaps(do_zero_padding: bool, make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
+def test_alignment_gaps(do_zero_padding: bool, buffer: ElasticBuffer) -> None:
     x, _, _ = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
     sf = torch.full((len(x), 4), 1.0)
     (codes, recv_sf), _, weights, handle, _ = dispatch(
@@ -113,10 +116,7 @@ def test_open_orders_are_shuffled_unless_deterministic(
             assert values[start:end] == sorted(values[start:end])
 
 
-def test_results_of_an_asynchronous_call_are_poison_until_waited_for(
-    make_buffer: BufferMaker,
-) -> None:
-    buffer = make_buffer()
+def test_results_of_an_asynchronous_call_are_poison_until_waited_for(buffer: ElasticBuffer) -> None:
     recv_x, _, _, handle, event = dispatch(
         buffer,
         previous_event=buffer.capture(),
@@ -135,8 +135,7 @@ def test_results_of_an_asynchronous_call_are_poison_until_waited_for(
         event.current_stream_wait()
 
 
-def test_what_dispatch_refuses(make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
+def test_what_dispatch_refuses(buffer: ElasticBuffer) -> None:
     x, topk_idx, _ = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
     handle = dispatch(buffer)[3]
 
@@ -190,8 +189,7 @@ def test_what_combine_refuses(make_buffer: BufferMaker) -> None:
         once.combine(expanded_x, expanded, topk_weights=weights)
 
 
-def test_an_expert_chosen_twice_and_ranks_that_disagree_are_found(make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
+def test_an_expert_chosen_twice_and_ranks_that_disagree_are_found(buffer: ElasticBuffer) -> None:
     x = torch.ones(1, HIDDEN, dtype=torch.bfloat16)
     own = 2 * buffer.rank_idx
     with pytest.raises(RuntimeError, match="deduplicate"):

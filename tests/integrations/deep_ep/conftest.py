@@ -14,6 +14,11 @@ def make_buffer() -> Iterator[BufferMaker]:
 
 
 @pytest.fixture
+def buffer(make_buffer: BufferMaker) -> ElasticBuffer:
+    return make_buffer()
+
+
+@pytest.fixture
 def compares_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare shapes only where buffers open, as over NVLink."""
     monkeypatch.setattr(Ranks, "is_over_nvlink", lambda self, service: service in self._classes)

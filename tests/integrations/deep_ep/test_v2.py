@@ -76,10 +76,7 @@ def test_recorded_case(name: str, make_buffer: BufferMaker) -> None:
 
 
 @pytest.mark.parametrize("is_col_major", [False, True])
-def test_scales_are_opaque_words_of_any_strides(
-    is_col_major: bool, make_buffer: BufferMaker
-) -> None:
-    buffer = make_buffer()
+def test_scales_are_opaque_words_of_any_strides(is_col_major: bool, buffer: ElasticBuffer) -> None:
     x, _, _ = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
     words = torch.arange(4 * len(x), dtype=torch.int32, device=here()).reshape(4, len(x))
     words = (words + 1000 * buffer.rank_idx).T
@@ -105,9 +102,8 @@ def test_scales_are_opaque_words_of_any_strides(
 
 @pytest.mark.parametrize(("do_expand", "do_cpu_sync"), [(True, False), (False, True)])
 def test_cached_routes_keep_every_row(
-    do_expand: bool, do_cpu_sync: bool, make_buffer: BufferMaker
+    do_expand: bool, do_cpu_sync: bool, buffer: ElasticBuffer
 ) -> None:
-    buffer = make_buffer()
     first_x, first_idx, _, handle, _ = dispatch(
         buffer, do_expand=do_expand, do_cpu_sync=do_cpu_sync
     )
@@ -181,9 +177,8 @@ def test_weights_travel_along_an_expanded_handle_and_back(
 
 @pytest.mark.parametrize(("is_expanded", "do_cpu_sync"), [(True, False), (False, True)])
 def test_rows_and_weights_along_a_handle_that_are_not_expanded(
-    is_expanded: bool, do_cpu_sync: bool, make_buffer: BufferMaker
+    is_expanded: bool, do_cpu_sync: bool, buffer: ElasticBuffer
 ) -> None:
-    buffer = make_buffer()
     rank = buffer.rank_idx
     new = other_weights(rank)
     expected = dispatch(buffer, topk_weights=new, do_cpu_sync=do_cpu_sync)
@@ -258,9 +253,8 @@ def counted_exchanges(exchange: RowExchange) -> Iterator[list[str]]:
 @pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize("do_expand", [False, True])
 def test_a_rank_alone_reads_compares_and_saves_a_handle(
-    do_expand: bool, has_weights: bool, do_cpu_sync: bool, make_buffer: BufferMaker
+    do_expand: bool, has_weights: bool, do_cpu_sync: bool, buffer: ElasticBuffer
 ) -> None:
-    buffer = make_buffer()
     x, topk_idx, weights = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
     recv_x, _, _, handle, _ = dispatch(
         buffer,
@@ -294,8 +288,7 @@ def test_a_rank_alone_reads_compares_and_saves_a_handle(
     assert torch.equal(y, x * times)
 
 
-def test_weights_and_biases_of_combine(make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
+def test_weights_and_biases_of_combine(buffer: ElasticBuffer) -> None:
     x, topk_idx, weights = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
     recv_x, recv_idx, recv_weights, handle, _ = dispatch(buffer)
     assert recv_idx is not None
@@ -346,24 +339,19 @@ def test_expanded_rows_are_rounded_at_their_rank_if_allowed(
     assert combined.unique().tolist() == [expected]
 
 
-def test_a_handle_keeps_a_copy_of_the_routes_unless_told_otherwise(
-    make_buffer: BufferMaker,
-) -> None:
-    buffer = make_buffer()
+def test_a_handle_keeps_a_copy_of_the_routes_unless_told_otherwise(buffer: ElasticBuffer) -> None:
     _, topk_idx, _ = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
     assert dispatch(buffer, topk_idx=topk_idx)[3].topk_idx is not topk_idx
     assert dispatch(buffer, topk_idx=topk_idx, do_handle_copy=False)[3].topk_idx is topk_idx
 
 
-def test_counts_are_added_to_the_statistics(make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
+def test_counts_are_added_to_the_statistics(buffer: ElasticBuffer) -> None:
     stats = torch.full((2,), 10, dtype=torch.int32, device=here())
     handle = dispatch(buffer, cumulative_local_expert_recv_stats=stats, expert_alignment=16)[3]
     assert torch.equal(stats, handle.num_unaligned_recv_tokens_per_expert + 10)
 
 
-def test_ranks_without_tokens_and_tokens_without_experts(make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
+def test_ranks_without_tokens_and_tokens_without_experts(buffer: ElasticBuffer) -> None:
     num_tokens = 2 if buffer.rank_idx == 1 else 0
     x = torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16, device=here())
     nowhere = torch.full((num_tokens, NUM_TOPK), -1, device=here())
@@ -378,8 +366,7 @@ def test_ranks_without_tokens_and_tokens_without_experts(make_buffer: BufferMake
 
 
 @pytest.mark.parametrize("do_expand", [False, True])
-def test_autograd_is_left_to_the_caller(do_expand: bool, make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
+def test_autograd_is_left_to_the_caller(do_expand: bool, buffer: ElasticBuffer) -> None:
     x, _, own_weights = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
     # Only one rank needs gradients, as if the others were frozen.
     x, own_weights = (each.requires_grad_(buffer.rank_idx == 0) for each in (x, own_weights))
@@ -396,8 +383,7 @@ def test_autograd_is_left_to_the_caller(do_expand: bool, make_buffer: BufferMake
     assert not sums.requires_grad
 
 
-def test_events_order_calls_without_cuda(make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
+def test_events_order_calls_without_cuda(buffer: ElasticBuffer) -> None:
     event = EventHandle()
     recv_x, _, _, handle, overlap = dispatch(
         buffer,
@@ -417,8 +403,7 @@ def test_events_order_calls_without_cuda(make_buffer: BufferMaker) -> None:
     assert dispatch(buffer)[4].event is None
 
 
-def test_bad_input_of_one_rank_is_an_error_on_every_rank(make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
+def test_bad_input_of_one_rank_is_an_error_on_every_rank(buffer: ElasticBuffer) -> None:
     rank = buffer.rank_idx
     dispatch(buffer)
     x, topk_idx, weights = inputs_here(UNEVEN[rank], rank)
@@ -466,7 +451,7 @@ def test_what_is_not_there_says_what_to_use(call: Any, instead: str) -> None:  #
         call(ElasticBuffer.__new__(ElasticBuffer))
 
 
-def test_sizes_domains_and_the_end(make_buffer: BufferMaker) -> None:
+def test_sizes_domains_and_the_end(buffer: ElasticBuffer) -> None:
     group = world()
 
     def hint(max_tokens: int, hidden: int, num_topk: int = 0, **options: bool) -> int:
@@ -479,7 +464,6 @@ def test_sizes_domains_and_the_end(make_buffer: BufferMaker) -> None:
     assert hint(4096, 7168) > hint(4096, 7168, use_fp8_dispatch=True)
     assert hint(4096, 7168, 8, allow_multiple_reduction=False) > hint(4096, 7168, 8)
     assert hint(4096, 7168, 0) == hint(4096, 7168, 32)
-    buffer = make_buffer()
     assert buffer.get_physical_domain_size() == buffer.get_logical_domain_size() == (1, 4)
     num_sms = buffer.get_theoretical_num_sms(256, 8)
     assert num_sms % 2 == 0

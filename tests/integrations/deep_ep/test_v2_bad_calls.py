@@ -40,15 +40,11 @@ class Batch:
         self.ids = (tokens.unsqueeze(1) + torch.arange(TOP_K) + rank) % NUM_EXPERTS
         self.weights = torch.full((num_tokens, TOP_K), 0.5)
 
-    def arguments(self, **options: Any) -> Arguments:  # noqa: ANN401 - any of dispatch
-        own = {
-            "x": self.x,
-            "topk_idx": self.ids,
-            "topk_weights": self.weights,
-            "num_experts": NUM_EXPERTS,
-            "num_max_tokens_per_rank": MAX_TOKENS,
-        }
-        return own | options
+
+def arguments_of(buffer: ElasticBuffer, **options: Any) -> Arguments:  # noqa: ANN401 - of dispatch
+    batch = Batch(buffer.rank_idx)
+    own = {"x": batch.x, "topk_idx": batch.ids, "topk_weights": batch.weights}
+    return own | {"num_experts": NUM_EXPERTS, LIMIT: MAX_TOKENS} | options
 
 
 def many(tensor: Tensor) -> Tensor:
@@ -128,19 +124,19 @@ COMBINES: dict[str, Case] = {
 }
 
 
-def state_of(buffer: ElasticBuffer, batch: Batch, **options: Any) -> Arguments:  # noqa: ANN401
-    rows, _, weights, handle, _ = buffer.dispatch(**batch.arguments(**options))
+def state_of(buffer: ElasticBuffer, **options: Any) -> Arguments:  # noqa: ANN401
+    rows, _, weights, handle, _ = buffer.dispatch(**arguments_of(buffer, **options))
     return {"x": rows, "handle": handle, "topk_weights": weights}
 
 
-def along_of(buffer: ElasticBuffer, batch: Batch, **options: Any) -> Arguments:  # noqa: ANN401
-    handle = state_of(buffer, batch, **options)["handle"]
-    assert isinstance(handle, EPHandle)
+def along_of(buffer: ElasticBuffer, handle: EPHandle) -> Arguments:
+    batch = Batch(buffer.rank_idx)
     return {"x": batch.x, "topk_weights": batch.weights, "handle": handle}
 
 
-def check_serves(buffer: ElasticBuffer, batch: Batch, **options: Any) -> None:  # noqa: ANN401
-    y, weights, _ = buffer.combine(**state_of(buffer, batch, **options))
+def check_serves(buffer: ElasticBuffer, **options: Any) -> None:  # noqa: ANN401
+    batch = Batch(buffer.rank_idx)
+    y, weights, _ = buffer.combine(**state_of(buffer, **options))
     num_ranks = torch.tensor([[len({e // 2 for e in row})] for row in batch.ids.tolist()])
     assert torch.equal(y, batch.x * num_ranks)
     assert torch.equal(weights, batch.weights)
@@ -149,31 +145,28 @@ def check_serves(buffer: ElasticBuffer, batch: Batch, **options: Any) -> None:  
 @pytest.mark.parametrize("do_cpu_sync", [True, False])
 @pytest.mark.parametrize("function", ["dispatch", "along", "combine", "combine_expanded"])
 def test_a_wrong_call_is_an_error_on_every_rank(
-    function: str, do_cpu_sync: bool, make_buffer: BufferMaker
+    function: str, do_cpu_sync: bool, buffer: ElasticBuffer
 ) -> None:
-    buffer = make_buffer()
-    batch = Batch(buffer.rank_idx)
     options: dict[str, Any] = {"do_cpu_sync": do_cpu_sync}
+    dispatch, combine = buffer.dispatch, buffer.combine
     cases, make, call = {
-        "dispatch": (DISPATCHES, lambda: batch.arguments(**options), buffer.dispatch),
-        "along": (ALONG, lambda: along_of(buffer, batch, **options), buffer.dispatch),
-        "combine": (COMBINES, lambda: state_of(buffer, batch, **options), buffer.combine),
+        "dispatch": (DISPATCHES, lambda: arguments_of(buffer, **options), dispatch),
+        "along": (ALONG, lambda: along_of(buffer, state_of(buffer, **options)["handle"]), dispatch),
+        "combine": (COMBINES, lambda: state_of(buffer, **options), combine),
         "combine_expanded": (
             COMBINES,
-            lambda: state_of(buffer, batch, do_expand=True, **options),
-            buffer.combine,
+            lambda: state_of(buffer, do_expand=True, **options),
+            combine,
         ),
     }[function]
-    check_serves(buffer, batch, **options)
-    check_cases(cases, make, call, lambda: check_serves(buffer, batch, **options))
+    check_serves(buffer, **options)
+    check_cases(cases, make, call, lambda: check_serves(buffer, **options))
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_a_wrong_first_call_is_an_error_on_every_rank(name: str, make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
-    batch = Batch(buffer.rank_idx)
-    check_case(buffer.dispatch, batch.arguments(), DISPATCHES[name])
-    check_serves(buffer, batch)
+def test_a_wrong_first_call_is_an_error_on_every_rank(name: str, buffer: ElasticBuffer) -> None:
+    check_case(buffer.dispatch, arguments_of(buffer), DISPATCHES[name])
+    check_serves(buffer)
 
 
 @pytest.mark.usefixtures("compares_no_calls")
@@ -184,13 +177,12 @@ def test_a_wrong_first_call_is_an_error_on_every_rank(name: str, make_buffer: Bu
     ids=["dtype", "rows", "unknown_top_k"],
 )
 def test_wrong_ids_of_a_new_shape_are_an_error_where_hosts_compare_no_calls(
-    case: Case, do_cpu_sync: bool, make_buffer: BufferMaker
+    case: Case, do_cpu_sync: bool, buffer: ElasticBuffer
 ) -> None:
-    buffer = make_buffer()
-    batch = Batch(buffer.rank_idx)
-    right = batch.arguments(x=narrow(batch.x), do_cpu_sync=do_cpu_sync)
+    right = arguments_of(buffer, do_cpu_sync=do_cpu_sync)
+    right["x"] = narrow(right["x"])
     check_wrong_ids_of_a_new_shape(
-        buffer.dispatch, right, case, lambda: check_serves(buffer, batch, do_cpu_sync=do_cpu_sync)
+        buffer.dispatch, right, case, lambda: check_serves(buffer, do_cpu_sync=do_cpu_sync)
     )
 
 
@@ -204,61 +196,55 @@ def test_wrong_ids_of_a_new_shape_are_an_error_where_hosts_compare_no_calls(
     ],
 )
 def test_combine_by_metadata(
-    lines: Callable[[Tensor], object], words: str, do_cpu_sync: bool, make_buffer: BufferMaker
+    lines: Callable[[Tensor], object], words: str, do_cpu_sync: bool, buffer: ElasticBuffer
 ) -> None:
-    buffer = make_buffer()
-    batch = Batch(buffer.rank_idx)
-    given = state_of(buffer, batch, do_cpu_sync=do_cpu_sync, do_expand=True)
+    given = state_of(buffer, do_cpu_sync=do_cpu_sync, do_expand=True)
     metadata = given["handle"].recv_src_metadata
     if buffer.rank_idx == FAULTY:
         given["handle"].recv_src_metadata = lines(metadata)
     check_refused(lambda: buffer.combine(**given), ShapeError, words)
-    check_serves(buffer, batch, do_cpu_sync=do_cpu_sync, do_expand=False)
+    check_serves(buffer, do_cpu_sync=do_cpu_sync, do_expand=False)
 
 
 @pytest.mark.parametrize("do_cpu_sync", [True, False])
-def test_shapes_that_are_open_differ(do_cpu_sync: bool, make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
-    batch = Batch(buffer.rank_idx)
-    narrow = batch.arguments(x=batch.x[:, :128].contiguous(), do_cpu_sync=do_cpu_sync)
-    other_limit = batch.arguments(num_max_tokens_per_rank=32, do_cpu_sync=do_cpu_sync)
-    usual = batch.arguments(do_cpu_sync=do_cpu_sync)
+def test_shapes_that_are_open_differ(do_cpu_sync: bool, buffer: ElasticBuffer) -> None:
+    usual = arguments_of(buffer, do_cpu_sync=do_cpu_sync)
     for wrong, words in (
-        (narrow, "disagree on hidden_size: 256 on rank 0, 128 on rank 1"),
-        (other_limit, "disagree on .*max_tokens_per_rank: 16 on rank 0, 32 on rank 1"),
+        (
+            usual | {"x": narrow(usual["x"])},
+            "disagree on hidden_size: 256 on rank 0, 128 on rank 1",
+        ),
+        (usual | {LIMIT: 32}, "disagree on .*max_tokens_per_rank: 16 on rank 0, 32 on rank 1"),
     ):
         buffer.dispatch(**wrong)
         buffer.dispatch(**usual)
         given = wrong if buffer.rank_idx == FAULTY else usual
         check_refused(lambda given=given: buffer.dispatch(**given), ConfigError, words)
-    check_serves(buffer, batch, do_cpu_sync=do_cpu_sync)
+    check_serves(buffer, do_cpu_sync=do_cpu_sync)
 
 
-def test_other_calls_are_an_error_of_their_order(make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
-    batch = Batch(buffer.rank_idx)
-    given = state_of(buffer, batch)
+def test_other_calls_are_an_error_of_their_order(buffer: ElasticBuffer) -> None:
+    given = state_of(buffer)
 
     def call() -> object:
         if buffer.rank_idx == FAULTY:
             return buffer.combine(**given)
-        return buffer.dispatch(batch.x, handle=given["handle"], topk_weights=batch.weights)
+        return buffer.dispatch(**along_of(buffer, given["handle"]))
 
     check_refused(call, HandleError, "rank 0 is in dispatch along a handle")
-    check_serves(buffer, batch)
+    check_serves(buffer)
 
 
 def test_a_handle_of_another_buffer_serves_where_all_ranks_pass_one(
     make_buffer: BufferMaker,
 ) -> None:
     buffer, earlier = make_buffer(), make_buffer()
-    batch = Batch(buffer.rank_idx)
-    own, foreign = state_of(buffer, batch), state_of(earlier, batch)
+    own, foreign = state_of(buffer), state_of(earlier)
     given = foreign if buffer.rank_idx == FAULTY else own
     check_refused(lambda: buffer.combine(**given), HandleError, "handle of another Buffer")
 
     def dispatch_along() -> object:
-        return buffer.dispatch(batch.x, handle=given["handle"], topk_weights=batch.weights)
+        return buffer.dispatch(**along_of(buffer, given["handle"]))
 
     check_refused(dispatch_along, HandleError, "handle of another Buffer")
     wrong = foreign | ({"x": foreign["x"][1:]} if buffer.rank_idx == FAULTY else {})

@@ -1,6 +1,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,10 @@ from tests.cli.test_diagnosis import write_package
 
 NORMAL, LOW_LATENCY = "AscendNormalBuffer", "AscendLowLatencyBuffer"
 BOTH = (NORMAL, LOW_LATENCY)
+DISPATCHERS: dict[str, Callable[..., Dispatcher[Any, Any]]] = {
+    NORMAL: DeepEPNormalDispatcher,
+    LOW_LATENCY: DeepEPLowLatencyDispatcher,
+}
 HIDDEN = 1024
 LAYER = MoESpec(hidden_size=HIDDEN, num_experts=8, top_k=2)
 ROUNDS = {"DEEPEP_NORMAL_LONG_SEQ_ROUND": "1", "DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKENS": "32"}
@@ -51,11 +56,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def config_of(backend: str, **changes: object) -> EPConfig:
-    config = (
-        EPConfig(mode="normal", backend="ascend")
-        if backend == NORMAL
-        else EPConfig(mode="low_latency", backend="ascend", max_tokens_per_rank=16)
-    )
+    config = EPConfig(mode="normal", backend="ascend")
+    if backend == LOW_LATENCY:
+        config = replace(config, mode="low_latency", max_tokens_per_rank=16)
     return replace(config, **changes)
 
 
@@ -288,14 +291,10 @@ def test_more_tokens_than_the_rounds_hold_are_refused(
         dispatcher = DeepEPNormalDispatcher(group, LAYER, config)
         many = 33 if group.rank == 1 else 32
         topk = topk_of([[0, 5]] * many)
-        if group.rank == 1:
-            wanted = "hidden_states has 33 tokens, expected at most 32, the limit of the backend"
+        own = "hidden_states has 33 tokens, expected at most 32, the limit of the backend"
+        wanted = own if group.rank == 1 else "more tokens than max_tokens_per_rank on rank 1"
+        if group.rank == 1 or check_calls:
             with pytest.raises(CapacityError, match=wanted):
-                dispatcher.dispatch(rows(many), topk)
-        elif check_calls:
-            with pytest.raises(
-                CapacityError, match="more tokens than max_tokens_per_rank on rank 1"
-            ):
                 dispatcher.dispatch(rows(many), topk)
         else:
             # Rank 1 took part without tokens, so it sent one dummy token to its own experts.
@@ -311,31 +310,33 @@ def test_more_tokens_than_the_rounds_hold_are_refused(
 def test_an_expert_twice_in_a_row_is_refused_on_all_ranks(group: EPGroup) -> None:
     with torch.no_grad():
         ids = [[3, 1], [-1, -1], [4, 4]] if group.rank == 1 else [[3, 1], [-1, 0], [4, 5]]
-        config = config_of(NORMAL, check_calls=True)
-        normal = DeepEPNormalDispatcher(group, LAYER, config)
+        normal, low_latency = (
+            DISPATCHERS[backend](group, LAYER, config_of(backend, check_calls=True))
+            for backend in BOTH
+        )
         own = "names expert 4 twice for token 2, expected distinct experts in a row .rank 1 of 2"
         wanted = own if group.rank == 1 else "an expert twice in a row of topk_ids on rank 1"
         with pytest.raises(ShapeError, match=wanted):
             normal.dispatch(rows(3), topk_of(ids))
-        config = config_of(LOW_LATENCY, check_calls=True)
-        low_latency = DeepEPLowLatencyDispatcher(group, LAYER, config)
         out = low_latency.dispatch(rows(3), topk_of(ids))
         with pytest.raises(ShapeError, match="an expert twice in a row of topk_ids on rank 1"):
             low_latency.combine(out.combine_input(torch.zeros_like(out.hidden_states.data)))
-        dispatchers: list[Dispatcher[Any, Any]] = [normal, low_latency]
-        for dispatcher in dispatchers:
+        for dispatcher in (normal, low_latency):
             out = dispatcher.dispatch(rows(2), topk_of([[3, 1], [-1, 0]]))
             y = dispatcher.combine(out.combine_input(out.hidden_states.data))
             assert torch.equal(y[0], rows(1)[0])
             assert torch.equal(y[1], 0.5 * rows(1)[0])
 
 
-def record_calls(
-    monkeypatch: pytest.MonkeyPatch, adapter: type[AscendBuffer]
-) -> list[tuple[str, dict[str, Any]]]:
-    """Record the names and arguments of further calls of the package."""
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+@contextmanager
+def recorded_calls(backend: str) -> Iterator[tuple[EPGroup, type[AscendBuffer], Calls]]:
+    """Yield a group, the buffer, and a list of the names and arguments of the package's calls."""
     package: Any = sys.modules["deep_ep"]
-    seen: list[tuple[str, dict[str, Any]]] = []
+    adapter, seen = buffer_class(backend), Calls()
+    assert issubclass(adapter, AscendBuffer)
 
     def noting(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: object, **arguments: object) -> object:
@@ -345,90 +346,73 @@ def record_calls(
 
         return call
 
-    for method in adapter.calls:
-        if method != "__init__":
+    with pytest.MonkeyPatch.context() as patch, EPGroup() as group, torch.no_grad():
+        for method in adapter.calls.keys() - {"__init__"}:
             original = getattr(package.Buffer, method)
             noted = noting(method, original)
             noted.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-            monkeypatch.setattr(package.Buffer, method, noted)
-    return seen
+            patch.setattr(package.Buffer, method, noted)
+        yield group, adapter, seen
 
 
 @pytest.mark.ranks(2)
-def test_a_bf16_draft_beside_an_int8_model_on_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", BOTH)
+def test_a_bf16_draft_beside_an_int8_model_on_one_group(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each dispatcher has its own format, which every call passes; calls interleave."""
     # The default of the package, and the flag's name in the other package, mean INT8.
     monkeypatch.setenv("DEEP_NORMAL_MODE_USE_INT8_QUANT", "0")
-    for backend, make in (
-        (NORMAL, DeepEPNormalDispatcher),
-        (LOW_LATENCY, DeepEPLowLatencyDispatcher),
-    ):
-        adapter = buffer_class(backend)
-        assert issubclass(adapter, AscendBuffer)
-        with pytest.MonkeyPatch.context() as patch, EPGroup() as group, torch.no_grad():
-            seen = record_calls(patch, adapter)
-            main = make(group, LAYER, config_of(backend, dispatch_dtype=WireDtype.INT8))
-            draft = make(group, LAYER, config_of(backend))
-            ids = [[3, 4], [7, 0], [2, 6]]
-            layers: list[Dispatcher[Any, Any]] = [main, draft]
-            outs = [layer.dispatch(rows(3), topk_of(ids)) for layer in layers]
-            found = [out.hidden_states.format for out in outs]
-            assert found == [INT8_PER_TOKEN, BF16]
-            for layer, out in zip(layers, outs, strict=True):
-                data = dequantize(out.hidden_states, torch.bfloat16)
-                y = layer.combine(out.combine_input(data))
-                # The experts are the identity, with weights of 0.5 twice. If weights were applied
-                # twice, y would be a half of x.
-                assert torch.equal(y, rows(3))
-        formats = [arguments["quant_mode"] for _, arguments in seen if "quant_mode" in arguments]
-        assert formats == ["int8", "bf16"]
-        names = {name for name in adapter.calls if name != "__init__"}
-        assert {method for method, _ in seen} == names
-        for method, arguments in seen:
-            of_format = {"quant_mode", "use_fp8"} if method == "low_latency_dispatch" else set()
-            of_format = {"quant_mode"} if method == "dispatch" else of_format
-            assert set(arguments) == {*adapter.calls[method], *of_format}
+    with recorded_calls(backend) as (group, adapter, seen):
+        configs = (config_of(backend, dispatch_dtype=WireDtype.INT8), config_of(backend))
+        layers = [DISPATCHERS[backend](group, LAYER, config) for config in configs]
+        ids = [[3, 4], [7, 0], [2, 6]]
+        outs = [layer.dispatch(rows(3), topk_of(ids)) for layer in layers]
+        found = [out.hidden_states.format for out in outs]
+        assert found == [INT8_PER_TOKEN, BF16]
+        for layer, out in zip(layers, outs, strict=True):
+            data = dequantize(out.hidden_states, torch.bfloat16)
+            y = layer.combine(out.combine_input(data))
+            # The experts are the identity, with weights of 0.5 twice. If weights were applied
+            # twice, y would be a half of x.
+            assert torch.equal(y, rows(3))
+    formats = [arguments["quant_mode"] for _, arguments in seen if "quant_mode" in arguments]
+    assert formats == ["int8", "bf16"]
+    assert {method for method, _ in seen} == adapter.calls.keys() - {"__init__"}
+    of_formats = {"dispatch": {"quant_mode"}, "low_latency_dispatch": {"quant_mode", "use_fp8"}}
+    for method, arguments in seen:
+        assert set(arguments) == {*adapter.calls[method], *of_formats.get(method, ())}
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_without_tokens_sends_one_to_itself() -> None:
+@pytest.mark.parametrize("backend", BOTH)
+def test_a_rank_without_tokens_sends_one_to_itself(backend: str) -> None:
     """Releases of the package keep in their Buffer that the newest batch was empty."""
     empty = TopKOutput(
         topk_ids=torch.empty(0, 2, dtype=torch.int64), topk_weights=torch.empty(0, 2)
     )
-    for backend, make in (
-        (NORMAL, DeepEPNormalDispatcher),
-        (LOW_LATENCY, DeepEPLowLatencyDispatcher),
-    ):
-        adapter = buffer_class(backend)
-        assert issubclass(adapter, AscendBuffer)
-        with pytest.MonkeyPatch.context() as patch, EPGroup() as group, torch.no_grad():
-            seen = record_calls(patch, adapter)
-            dispatcher: Dispatcher[Any, Any] = make(group, LAYER, config_of(backend))
-            mine = [empty, topk_of([[1, 6]])]
-            if group.rank == 0:
-                mine = [topk_of([[0, 5], [2, 5]]), empty]
-            outs, sent_before = [], -1
-            for topk in mine:
-                outs.append(dispatcher.dispatch(rows(len(topk.topk_ids)), topk))
-                if topk is empty:
-                    sent_before = dispatcher._buffer.traffic().dispatch_bytes
-            # The tokens include that of each rank for its own first two experts.
-            counts = [out.num_tokens_per_expert.tolist() for out in outs]
-            wanted = ([[1, 0, 1, 0], [1, 2, 0, 0]], [[1, 3, 0, 0], [0, 0, 1, 0]])
-            assert counts == wanted[group.rank]
-            for out, topk in zip(reversed(outs), reversed(mine), strict=True):
-                y = dispatcher.combine(out.combine_input(out.hidden_states.data))
-                assert torch.equal(y, rows(len(topk.topk_ids)))
-            dispatcher.check()
-        assert all(
-            len(arguments[name])
-            for _, arguments in seen
-            for name in ("x", "topk_idx")
-            if name in arguments
-        )
-        sent = 2 * slot_bytes(SPECS[backend])[0]
-        assert sent_before == (sent if group.rank == 0 else 0)
+    with recorded_calls(backend) as (group, _, seen):
+        dispatcher = DISPATCHERS[backend](group, LAYER, config_of(backend))
+        mine = [empty, topk_of([[1, 6]])]
+        if group.rank == 0:
+            mine = [topk_of([[0, 5], [2, 5]]), empty]
+        outs, sent_before = [], -1
+        for topk in mine:
+            outs.append(dispatcher.dispatch(rows(len(topk.topk_ids)), topk))
+            if topk is empty:
+                sent_before = dispatcher._buffer.traffic().dispatch_bytes
+        # The tokens include that of each rank for its own first two experts.
+        counts = [out.num_tokens_per_expert.tolist() for out in outs]
+        wanted = ([[1, 0, 1, 0], [1, 2, 0, 0]], [[1, 3, 0, 0], [0, 0, 1, 0]])
+        assert counts == wanted[group.rank]
+        for out, topk in zip(reversed(outs), reversed(mine), strict=True):
+            y = dispatcher.combine(out.combine_input(out.hidden_states.data))
+            assert torch.equal(y, rows(len(topk.topk_ids)))
+        dispatcher.check()
+    tensors = [arguments.get(name) for _, arguments in seen for name in ("x", "topk_idx")]
+    assert all(len(tensor) for tensor in tensors if tensor is not None)
+    sent = 2 * slot_bytes(SPECS[backend])[0]
+    assert sent_before == (sent if group.rank == 0 else 0)
 
 
 @pytest.mark.ranks(2)
@@ -446,9 +430,10 @@ def test_rows_of_another_format_than_asked_for_are_an_error(
 
     forgetful.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     monkeypatch.setattr(package.Buffer, method, forgetful)
-    make = DeepEPNormalDispatcher if backend == NORMAL else DeepEPLowLatencyDispatcher
     with EPGroup() as group, torch.no_grad():
-        dispatcher = make(group, LAYER, config_of(backend, dispatch_dtype=WireDtype.INT8))
+        dispatcher = DISPATCHERS[backend](
+            group, LAYER, config_of(backend, dispatch_dtype=WireDtype.INT8)
+        )
         wanted = "ascend: received torch.bfloat16 rows with no scales, expected int8"
         with pytest.raises(BackendUnavailable, match=wanted):
             dispatcher.dispatch(rows(2), topk_of([[0, 7], [5, 2]]))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from epcomm.platforms.deep_ep_package import (
 from epcomm.platforms.machine import this_machine
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.registry import buffer_class
-from epcomm.spec import BufferSpec
+from epcomm.spec import BufferSpec, HostLayout
 from fakes.deep_ep import install
 from tests.buffers.deep_ep.test_deep_ep import CASES
 from tests.cases.specs import buffer_spec
@@ -44,13 +44,24 @@ def no_deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
-@pytest.mark.usefixtures("no_deep_ep")
+Install = Callable[[str | Mapping[str, str]], None]
+
+
+@pytest.fixture
+def installed(no_deep_ep: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Return a function that installs a deep_ep of these files, or of this __init__.py alone."""
+
+    def write(files: str | Mapping[str, str]) -> None:
+        texts = {"__init__.py": files} if isinstance(files, str) else files
+        write_package(tmp_path / "deep_ep", texts)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return write
+
+
 @pytest.mark.parametrize("kind", DEEP_EPS)
-def test_every_kind_serves_what_it_holds(
-    kind: DeepEPKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_package(tmp_path / "deep_ep", DEEP_EPS[kind])
-    monkeypatch.syspath_prepend(tmp_path)
+def test_every_kind_serves_what_it_holds(kind: DeepEPKind, installed: Install) -> None:
+    installed(DEEP_EPS[kind])
     legacy, elastic = probe_deep_ep(WITH_LEGACY_BUFFER), probe_deep_ep(WITH_ELASTIC_BUFFER)
     assert (legacy.ok, elastic.ok) == SERVED.get(kind.value, (False, False))
     for verdict, wanted in ((legacy, "Hybrid or V1 or V2"), (elastic, "V2")):
@@ -58,12 +69,8 @@ def test_every_kind_serves_what_it_holds(
             assert verdict.reasons == (f"the installed deep_ep is {kind.value}, expected {wanted}",)
 
 
-@pytest.mark.usefixtures("no_deep_ep")
-def test_v2_without_the_older_buffer_serves_no_v1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_package(tmp_path / "deep_ep", {"__init__.py": "class ElasticBuffer: ..."})
-    monkeypatch.syspath_prepend(tmp_path)
+def test_v2_without_the_older_buffer_serves_no_v1(installed: Install) -> None:
+    installed("class ElasticBuffer: ...")
     assert probe_deep_ep(WITH_ELASTIC_BUFFER).ok
     assert probe_deep_ep(WITH_LEGACY_BUFFER).reasons == (
         "the installed deep_ep is V2 without the Buffer of V1",
@@ -78,29 +85,23 @@ def test_none_names_the_remedy() -> None:
         load_deep_ep(WITH_LEGACY_BUFFER)
 
 
-@pytest.mark.usefixtures("no_deep_ep")
 @pytest.mark.parametrize(
     "statement", ["import deep_ep_cpp_that_is_not_there", "raise OSError('libnvshmem: undefined')"]
 )
-def test_import_that_fails_names_the_remedy(
-    statement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_package(tmp_path / "deep_ep", {"__init__.py": f"{statement}\nclass Buffer: ..."})
-    monkeypatch.syspath_prepend(tmp_path)
+def test_import_that_fails_names_the_remedy(statement: str, installed: Install) -> None:
+    installed(f"{statement}\nclass Buffer: ...")
     assert probe_deep_ep(WITH_LEGACY_BUFFER).ok, "nothing is imported by a probe"
     with pytest.raises(BackendUnavailable, match="rebuild it for this torch and this device"):
         load_deep_ep(WITH_LEGACY_BUFFER)
 
 
-@pytest.mark.usefixtures("no_deep_ep")
 def test_no_cuda_is_a_reason_but_for_a_stand_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    installed: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with install("v1"):
         assert probe_deep_ep(WITH_LEGACY_BUFFER).ok
-    write_package(tmp_path / "deep_ep", {"__init__.py": "class Buffer: ..."})
-    monkeypatch.syspath_prepend(tmp_path)
+    installed("class Buffer: ...")
     assert probe_deep_ep(WITH_LEGACY_BUFFER).reasons == (NO_CUDA,)
 
 
@@ -185,14 +186,9 @@ def test_what_a_backend_lacks(lack: Lack) -> None:
         assert [text for text in reasons if lack.reason in text], (backend, reasons)
 
 
-@pytest.mark.usefixtures("no_deep_ep")
 @pytest.mark.parametrize("parameter", ["", ", use_logfmt: bool = False"])
-def test_logfmt_needs_a_package_that_has_it(
-    parameter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = f"class Buffer:\n    def low_latency_combine(self, x{parameter}): ..."
-    write_package(tmp_path / "deep_ep", {"__init__.py": source})
-    monkeypatch.syspath_prepend(tmp_path)
+def test_logfmt_needs_a_package_that_has_it(parameter: str, installed: Install) -> None:
+    installed(f"class Buffer:\n    def low_latency_combine(self, x{parameter}): ...")
     spec = replace(WHOLE, combine_format=WireFormat(dtype=WireDtype.LOGFMT10))
     (backend,) = V1_LL
     reason = "low_latency_combine() of the installed package has no use_logfmt"
@@ -205,19 +201,35 @@ def test_what_a_backend_serves_is_lacked_by_none() -> None:
     assert lacks_of(*V1_LL, replace(WHOLE, max_tokens_per_rank=512), queue_depth="1026") == ()
 
 
+@pytest.mark.parametrize(
+    ("backend", "hosts", "reason"),
+    [
+        ("DeepEPV1Buffer", [0] * 8 + [1] * 8, None),
+        ("DeepEPV1Buffer", [0, 1] * 8, "hosts of 8 neighbouring ranks each, not 2 hosts of ranks"),
+        ("DeepEPV1Buffer", [0] * 4 + [1] * 4, "hosts of 8 neighbouring ranks each"),
+        ("DeepEPV1Buffer", [0] * 8 + [1] * 4, "hosts of 8 neighbouring ranks each"),
+        ("DeepEPV1StaticBuffer", [0] * 4 + [1] * 4, "ranks of one host, not of 2"),
+        ("DeepEPV2Buffer", [rank // 2 for rank in range(64)], None),
+        ("DeepEPV2Buffer", [rank // 2 for rank in range(66)], "33 hosts, at most 32"),
+    ],
+)
+def test_hosts_that_a_package_does_not_join_are_refused(
+    backend: str, hosts: list[int], reason: str | None
+) -> None:
+    kind = buffer_class(backend)
+    assert kind.lacks_between(WHOLE) == (), "one host"
+    found = kind.lacks_between(replace(WHOLE, hosts=HostLayout.of(hosts)))
+    assert len(found) == (reason is not None)
+    assert all(reason is not None and reason in each for each in found)
+
+
 LAYER = MoESpec(hidden_size=2048, num_experts=16, top_k=8)
 
 
 def config_of(backend: str, **changes: object) -> EPConfig:
-    case = CASES[backend]
-    is_budget = "Static" in backend
-    config = EPConfig(
-        mode=case.mode,
-        backend=buffer_class(backend).name,
-        max_tokens_per_rank=16,
-        max_recv_slots=256 if is_budget else None,
-    )
-    return replace(config, **changes)
+    config = EPConfig(mode=CASES[backend].mode, backend=buffer_class(backend).name)
+    slots = 256 if "Static" in backend else None
+    return replace(config, max_tokens_per_rank=16, max_recv_slots=slots, **changes)
 
 
 LOW_LATENCY = ("DeepEPV1LowLatencyBuffer", "DeepEPV2LowLatencyBuffer")

@@ -6,19 +6,17 @@ import torch
 
 from epcomm.integrations.deep_ep import ElasticBuffer, EventOverlap
 from fakes.deep_ep.strict_v2 import ElasticBuffer as StrictBuffer
-from tests.integrations.deep_ep.golden_v2 import (
+from tests.integrations.deep_ep.v2_ranks import (
     CASES,
     HIDDEN,
     MAX_TOKENS,
     NUM_EXPERTS,
-    inputs_of,
-    num_messages,
-)
-from tests.integrations.deep_ep.v2_ranks import (
     UNEVEN,
     BufferMaker,
     buffers_of,
     dispatch,
+    inputs_here,
+    num_messages,
     run_recorded_case,
 )
 
@@ -59,7 +57,7 @@ def test_rows_past_the_count_are_poison_without_cpu_sync(buffer: ElasticBuffer) 
 
 @pytest.mark.parametrize("do_zero_padding", [False, True])
 def test_alignment_gaps(do_zero_padding: bool, buffer: ElasticBuffer) -> None:
-    x, _, _ = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    x, _, _ = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
     sf = torch.full((len(x), 4), 1.0)
     (codes, recv_sf), _, weights, handle, _ = dispatch(
         buffer,
@@ -136,7 +134,7 @@ def test_results_of_an_asynchronous_call_are_poison_until_waited_for(buffer: Ela
 
 
 def test_what_dispatch_refuses(buffer: ElasticBuffer) -> None:
-    x, topk_idx, _ = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    x, topk_idx, _ = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
     handle = dispatch(buffer)[3]
 
     def refuse(kind: type[Exception], words: str, **options: Any) -> None:  # noqa: ANN401

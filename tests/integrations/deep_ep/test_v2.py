@@ -19,21 +19,19 @@ from epcomm.integrations.deep_ep.checks import Absent
 from epcomm.integrations.deep_ep.normal import RowExchange
 from epcomm.integrations.deep_ep.ranks import Ranks
 from tests.integrations.deep_ep.devices import here, on_gpus
-from tests.integrations.deep_ep.golden_v2 import (
+from tests.integrations.deep_ep.v2_ranks import (
     CASES,
     HIDDEN,
     MAX_TOKENS,
     NUM_EXPERTS,
     NUM_TOPK,
     SIGNATURES,
-    num_messages,
-)
-from tests.integrations.deep_ep.v2_ranks import (
     TWO_MB,
     UNEVEN,
     BufferMaker,
     dispatch,
     inputs_here,
+    num_messages,
     run_recorded_case,
     world,
 )

@@ -7,8 +7,7 @@ from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.registry import buffer_class
 from tests.integrations.deep_ep import test_v2
 from tests.integrations.deep_ep.devices import on_gpus
-from tests.integrations.deep_ep.golden_v2 import CASES
-from tests.integrations.deep_ep.v2_ranks import BufferMaker, run_recorded_case
+from tests.integrations.deep_ep.v2_ranks import CASES, BufferMaker, run_recorded_case
 
 pytestmark = [pytest.mark.ranks(4), pytest.mark.slow]
 

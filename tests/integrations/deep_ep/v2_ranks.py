@@ -1,33 +1,43 @@
 """Shared by tests of V2: buffers, inputs, one dispatch, and comparison with the recording."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from epcomm.integrations.deep_ep import ElasticBuffer, EPHandle, EventOverlap
 from tests.integrations.deep_ep.devices import here, world
-from tests.integrations.deep_ep.golden_v2 import (
-    CASES,
-    EXACT_FIELDS,
-    EXACT_TENSORS,
-    HIDDEN,
-    MAX_TOKENS,
-    NUM_EXPERTS,
-    NUM_SMS,
-    NUM_TOPK,
-    inputs_of,
-    num_messages,
-    recorded,
-    recorded_handle,
-    rows_by_choice,
-    rows_by_source,
-)
 
+CONTRACTS = Path(__file__).parents[2] / "contracts"
+SIGNATURES = CONTRACTS / "deep_ep_v2_signatures.json"
+CASES: Mapping[str, list[dict[str, Any]]] = json.loads(
+    (CONTRACTS / "deep_ep_v2_golden.json").read_text("utf-8")
+)["cases"]
+
+NUM_EXPERTS, NUM_TOPK, HIDDEN, MAX_TOKENS, NUM_SMS = 8, 3, 512, 8, 8
+
+# The fields of a handle that are numbers of the host or sums: compared as they are.
+EXACT_FIELDS = (
+    "do_expand",
+    "num_experts",
+    "expert_alignment",
+    "num_max_tokens_per_rank",
+    "num_sms",
+    "num_recv_tokens",
+    "num_expanded_tokens",
+    "num_recv_tokens_per_expert_list",
+)
+EXACT_TENSORS = (
+    "psum_num_recv_tokens_per_expert",
+    "psum_num_recv_tokens_per_scaleup_rank",
+    "num_unaligned_recv_tokens_per_expert",
+)
 UNEVEN = CASES["v2_rows_uneven"]
 TWO_MB = 1 << 21
-
 BufferMaker = Callable[..., ElasticBuffer]
 
 
@@ -37,23 +47,13 @@ def buffers_of(kind: type[ElasticBuffer]) -> Iterator[BufferMaker]:
     made: list[ElasticBuffer] = []
 
     def make(**options: Any) -> ElasticBuffer:  # noqa: ANN401 - any of the constructor
-        sizes: dict[str, Any] = {
-            "num_max_tokens_per_rank": MAX_TOKENS,
-            "hidden": HIDDEN,
-            "num_topk": NUM_TOPK,
-        }
+        sizes = {"num_max_tokens_per_rank": MAX_TOKENS, "hidden": HIDDEN, "num_topk": NUM_TOPK}
         made.append(kind(world(), **(sizes | {"explicitly_destroy": True} | options)))
         return made[-1]
 
     yield make
     for buffer in made:
         buffer.destroy()
-
-
-def inputs_here(case: dict[str, Any], rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, topk_idx and topk_weights of a recorded case, on the device of the rank."""
-    x, topk_idx, weights = inputs_of(case, rank)
-    return x.to(here()), topk_idx.to(here()), weights.to(here())
 
 
 def dispatch(
@@ -118,8 +118,7 @@ def check_rows(
     recv_x: Tensor, recv_idx: Tensor | None, weights: Tensor, handle: EPHandle, case: dict[str, Any]
 ) -> None:
     """Compare with the recorded rows, in any order that the package may give."""
-    expected = recorded_handle(case["handle"])
-    count, metadata = num_messages(handle), expected["recv_src_metadata"]
+    count, metadata = num_messages(handle), recorded(case["handle"]["recv_src_metadata"])
     recorded_x, recorded_weights = recorded(case["recv_x"]), recorded(case["recv_topk_weights"])
     # Source ranks follow one another.
     sources = handle.recv_src_metadata[:count, 0] // MAX_TOKENS
@@ -136,3 +135,49 @@ def check_rows(
     assert rows_by_choice(
         recv_x, weights, handle.recv_src_metadata, starts, count
     ) == rows_by_choice(recorded_x, recorded_weights, metadata, starts, count)
+
+
+def recorded(entry: dict[str, Any]) -> Tensor:
+    """Return the tensor of an entry; its first columns, where only those are listed."""
+    values = torch.tensor(entry["values"], dtype=getattr(torch, entry["dtype"]))
+    # The recording of a rank without rows has no columns either.
+    return values if values.numel() else values.reshape(0, *entry["shape"][1:2])
+
+
+def inputs_here(case: dict[str, Any], rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, topk_idx and topk_weights of a rank, as the file describes them, on its device."""
+    inputs = case["inputs"]
+    num_tokens = inputs["T"]
+    tokens = torch.arange(num_tokens)
+    x = (8 * rank + tokens).unsqueeze(1).repeat(1, HIDDEN)
+    x[:, 0], x[:, 1] = rank, tokens
+    topk_idx = torch.tensor(inputs["topk_idx"], dtype=torch.int64).reshape(num_tokens, NUM_TOPK)
+    weights = torch.tensor(inputs["topk_weights"]).reshape(num_tokens, NUM_TOPK)
+    return x.bfloat16().to(here()), topk_idx.to(here()), weights.to(here())
+
+
+def rows_by_source(
+    x: Tensor, topk_idx: Tensor, weights: Tensor, metadata: Tensor, num_rows: int
+) -> list[tuple[float, ...]]:
+    """Return unexpanded rows by their source token, which the metadata names first."""
+    columns = [metadata[:num_rows, :2], x[:num_rows, :3], topk_idx[:num_rows], weights[:num_rows]]
+    return sorted(map(tuple, torch.cat([column.double() for column in columns], dim=1).tolist()))
+
+
+def rows_by_choice(
+    x: Tensor, weights: Tensor, metadata: Tensor, ends: Tensor, num_messages: int
+) -> list[tuple[float, ...]]:
+    """Return expanded rows by source token and k, with the local expert of their segment."""
+    rows = []
+    for source, master, *slots in metadata[:num_messages].tolist():
+        for k, slot in enumerate(slots):
+            if slot >= 0:
+                expert = int((ends <= slot).sum())
+                row = [float(value) for value in x[slot, :3]]
+                rows.append((source, master, k, expert, *row, float(weights[slot])))
+    return sorted(rows)
+
+
+def num_messages(handle: EPHandle) -> int:
+    """Return the number of received messages, also if the host did not wait for it."""
+    return int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])

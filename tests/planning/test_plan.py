@@ -1,4 +1,5 @@
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -144,24 +145,20 @@ def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
     assert rejected[0].startswith("rejected ascend: ")
 
 
-def weights(intermediate_size: int) -> ExpertWeights:
-    shape = (8, intermediate_size, 64)
+def weights(intermediate_size: int, hidden_size: int = 64) -> ExpertWeights:
+    made = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     return ExpertWeights(
-        gate_up_proj=torch.empty(8, 2 * intermediate_size, 64, dtype=torch.bfloat16, device="meta"),
-        down_proj=torch.empty(shape, dtype=torch.bfloat16, device="meta").transpose(1, 2),
+        gate_up_proj=made(8, 2 * intermediate_size, hidden_size),
+        down_proj=made(8, intermediate_size, hidden_size).transpose(1, 2),
     )
+
+
+UNALIGNED = "rejected runner grouped_mm: intermediate_size is 12, expected a multiple of 8"
 
 
 @pytest.mark.parametrize(
     ("intermediate_size", "runner", "rejected"),
-    [
-        (32, "grouped_mm", []),
-        (
-            12,
-            "reference",
-            ["rejected runner grouped_mm: intermediate_size is 12, expected a multiple of 8"],
-        ),
-    ],
+    [(32, "grouped_mm", []), (12, "reference", [UNALIGNED])],
 )
 def test_weights_choose_the_runner(
     intermediate_size: int, runner: str, rejected: list[str]
@@ -262,107 +259,102 @@ class Columns(QuantizedReferenceRunner):
         return (RowReading(format=FP8_FLOAT32_SCALES, scale_layout=columns),)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Impossible:
     """A combination of experts, configuration and runner that no layer can be made of."""
 
     id: str
     experts: ExpertTensors
     config: EPConfig
-    runner: type[QuantizedReferenceRunner] = QuantizedReferenceRunner
-    error: type[EPError] = ConfigError
     message: str
+    error: type[EPError] = ConfigError
+    runner: type[QuantizedReferenceRunner] = QuantizedReferenceRunner
 
 
 CARRIED = "of bf16, fp16, fp32, fp64, fp8_e4m3, int8, mxfp4, mxfp8, nvfp4"
 IMPOSSIBLE = [
     Impossible(
-        id="powers of two for INT8 experts",
-        experts=int8_weights(),
-        config=EPConfig(dispatch_scales="power_of_two"),
-        message="plan: dispatch_scales is power_of_two, but rows are sent as int8/0 "
+        "powers of two for INT8 experts",
+        int8_weights(),
+        EPConfig(dispatch_scales="power_of_two"),
+        "plan: dispatch_scales is power_of_two, but rows are sent as int8/0 "
         "(dispatch_dtype is None, the experts need int8/0); expected fp8_e4m3 rows",
     ),
     Impossible(
-        id="scales for rows that have none",
-        experts=weights(32),
-        config=EPConfig(dispatch_dtype=WireDtype.BF16, dispatch_scales="float32"),
-        message="plan: dispatch_scales is float32, but rows are sent as bf16 (dispatch_dtype is "
+        "scales for rows that have none",
+        weights(32),
+        EPConfig(dispatch_dtype=WireDtype.BF16, dispatch_scales="float32"),
+        "plan: dispatch_scales is float32, but rows are sent as bf16 (dispatch_dtype is "
         "bf16, the experts need bf16); expected fp8_e4m3 rows",
     ),
     Impossible(
-        id="arithmetic of INT8 for FP8",
-        experts=fp8_weights(),
-        config=EPConfig(int8_profile="rint127"),
-        message="plan: int8_profile is rint127, but rows are sent as fp8_e4m3/128 and the experts "
+        "arithmetic of INT8 for FP8",
+        fp8_weights(),
+        EPConfig(int8_profile="rint127"),
+        "plan: int8_profile is rint127, but rows are sent as fp8_e4m3/128 and the experts "
         "need fp8_e4m3/128; expected int8 in one of them",
     ),
     Impossible(
-        id="experts of another hidden size",
-        experts=weights(32).with_tensors(
-            {
-                "gate_up_proj": torch.zeros(8, 64, 72, dtype=torch.bfloat16),
-                "down_proj": torch.zeros(8, 72, 32, dtype=torch.bfloat16),
-            }
-        ),
-        config=EPConfig(),
-        message="plan: hidden_size of the experts is 72, expected 64 as in MoESpec",
+        "experts of another hidden size",
+        weights(32, hidden_size=72),
+        EPConfig(),
+        "plan: hidden_size of the experts is 72, expected 64 as in MoESpec",
     ),
     Impossible(
-        id="another dispatch dtype than quantised experts return",
-        experts=int8_weights(),
-        config=EPConfig(dispatch_dtype=WireDtype.FP32),
-        message="plan: dispatch_dtype is fp32, but the hidden states are bf16; expected that, "
+        "another dispatch dtype than quantised experts return",
+        int8_weights(),
+        EPConfig(dispatch_dtype=WireDtype.FP32),
+        "plan: dispatch_dtype is fp32, but the hidden states are bf16; expected that, "
         "a quantised format, or None",
     ),
     Impossible(
-        id="sums of groups whose slots return unsummed",
-        experts=weights(32),
-        config=EPConfig(combine_dtype=WireDtype.MXFP8, sum_groups=4, redundant_experts=0),
-        message="plan: combine_dtype is mxfp8 with sum_groups and redundant_experts, where results",
+        "sums of groups whose slots return unsummed",
+        weights(32),
+        EPConfig(combine_dtype=WireDtype.MXFP8, sum_groups=4, redundant_experts=0),
+        "plan: combine_dtype is mxfp8 with sum_groups and redundant_experts, where results",
     ),
     Impossible(
-        id="INT8 rows for FP8 experts",
-        experts=fp8_weights(),
-        config=EPConfig(dispatch_dtype=WireDtype.INT8),
-        message="quantized_reference: reads bf16, fp16, fp32, fp8_e4m3/128, fp8_e4m3/128/ue8m0, "
+        "INT8 rows for FP8 experts",
+        fp8_weights(),
+        EPConfig(dispatch_dtype=WireDtype.INT8),
+        "quantized_reference: reads bf16, fp16, fp32, fp8_e4m3/128, fp8_e4m3/128/ue8m0, "
         f"but collective was asked to carry int8/0, {CARRIED}",
     ),
     Impossible(
-        id="FP8 rows for INT8 experts",
-        experts=int8_weights(),
-        config=EPConfig(dispatch_dtype=WireDtype.FP8_E4M3),
-        message="quantized_reference: reads bf16, fp16, fp32, int8/0, but collective was asked to "
+        "FP8 rows for INT8 experts",
+        int8_weights(),
+        EPConfig(dispatch_dtype=WireDtype.FP8_E4M3),
+        "quantized_reference: reads bf16, fp16, fp32, int8/0, but collective was asked to "
         f"carry fp8_e4m3/128, {CARRIED}",
     ),
     Impossible(
-        id="scales that the runner does not read",
-        experts=fp8_weights(POWERS),
-        config=EPConfig(runner="quantized_reference"),
-        runner=Columns,
-        error=BackendUnavailable,
-        message="reads fp8_e4m3/128, but collective was asked to carry fp8_e4m3/128/ue8m0, of",
+        "scales that the runner does not read",
+        fp8_weights(POWERS),
+        EPConfig(runner="quantized_reference"),
+        "reads fp8_e4m3/128, but collective was asked to carry fp8_e4m3/128/ue8m0, of",
+        BackendUnavailable,
+        Columns,
     ),
     Impossible(
-        id="arithmetic that the runner does not have",
-        experts=int8_weights(),
-        config=EPConfig(int8_profile="div"),
+        "arithmetic that the runner does not have",
+        int8_weights(),
+        EPConfig(int8_profile="div"),
+        "rounds INT8 by rint127, but EPConfig.int8_profile is div",
         runner=OneArithmetic,
-        message="rounds INT8 by rint127, but EPConfig.int8_profile is div",
     ),
     Impossible(
-        id="a runner that cannot compute the experts",
-        experts=weights(12),
-        config=EPConfig(runner="grouped_mm"),
-        error=BackendUnavailable,
-        message="runner grouped_mm cannot compute these experts",
+        "a runner that cannot compute the experts",
+        weights(12),
+        EPConfig(runner="grouped_mm"),
+        "runner grouped_mm cannot compute these experts",
+        BackendUnavailable,
     ),
     Impossible(
-        id="a runner of quantised experts for others",
-        experts=weights(32),
-        config=EPConfig(runner="quantized_reference"),
-        error=BackendUnavailable,
-        message="Fp8BlockWeights, Int8ChannelWeights, BlockFormatWeights, not ExpertWeights",
+        "a runner of quantised experts for others",
+        weights(32),
+        EPConfig(runner="quantized_reference"),
+        "Fp8BlockWeights, Int8ChannelWeights, BlockFormatWeights, not ExpertWeights",
+        BackendUnavailable,
     ),
 ]
 

@@ -50,10 +50,7 @@ ON_EIGHT = ("uneven", "holes")
 
 def run(scenario: str, case: str, ep_ranks: "MPI.Comm | None" = None) -> None:
     with EPGroup(ep_ranks) as group:
-        env = buffer_suite.BufferEnv(
-            group=group, backend=CASES[case].backend, mode=CASES[case].mode
-        )
-        buffer_suite.run_scenario(scenario, env)
+        buffer_suite.run_scenario(scenario, format_env(group, case))
 
 
 def cases_of(*scenarios: str) -> list[tuple[str, str]]:
@@ -96,10 +93,7 @@ def test_buffer_of_three_ranks_keeps_its_contract(scenario: str, case: str) -> N
 def test_bytes_between_hosts_are_those_predicted(case: str, group: EPGroup) -> None:
     # All hosts have different numbers of ranks, and the ranks of a host are not contiguous.
     hosts = HostLayout(host_of_rank=(0, 1, 0))
-    env = buffer_suite.BufferEnv(
-        group=group, backend=CASES[case].backend, mode=CASES[case].mode, hosts=hosts
-    )
-    buffer_suite.run_scenario("traffic", env)
+    buffer_suite.run_scenario("traffic", replace(format_env(group, case), hosts=hosts))
     sent = group.traffic()["collective"]
     assert sent.bytes_between > 0
     # Rank 1 is alone on its host.

@@ -40,6 +40,17 @@ SIZES = {
     "moe_intermediate_size": 8,
     "num_experts_per_tok": TOP_K,
 }
+# A whole model with such blocks.
+MODEL_SIZES = {
+    "vocab_size": 32,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_experts_per_tok": TOP_K,
+    "pad_token_id": 0,
+}
 EXPERTS = {"num_experts": NUM_EXPERTS}
 LOCAL_EXPERTS = {"num_local_experts": NUM_EXPERTS}
 ROUTED_EXPERTS = {"n_routed_experts": NUM_EXPERTS}

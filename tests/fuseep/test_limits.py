@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epcomm.fuseep import ascend
-from epcomm.fuseep.ascend import DispatchFFNCombine, FusedDeepMoE
+from epcomm.fuseep.ascend import DispatchFFNCombine, FusedDeepMoE, MegaMoE
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.platforms.machine import this_machine
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import BufferSpec
 from epcomm.types import WireDtype, WireFormat
 
-MODES = {"mode 1": FusedDeepMoE, "mode 2": DispatchFFNCombine}
+MODES = {"mode 1": FusedDeepMoE, "mode 2": DispatchFFNCombine, "mode 3": MegaMoE}
 every_mode = pytest.mark.parametrize("mode", MODES)
 WORLD_SIZE = 8
 SPEC = BufferSpec(
@@ -59,6 +59,7 @@ def test_other_processors_are_refused(mode: str) -> None:
     on_a5 = {
         "mode 1": "fused_deep_moe takes MX weights there, not INT8",
         "mode 2": "dispatch_ffn_combine does not exist there",
+        "mode 3": "mega_moe of deep_ep is documented for A3 alone",
     }
     assert reasons_of(mode, soc=Soc.A5) == [f"the chip is A5, expected A3: {on_a5[mode]}"]
 
@@ -145,18 +146,26 @@ def test_the_safe_budget_holds_the_worst_routing_and_no_row_more(
 
 
 @pytest.mark.parametrize(
-    ("changes", "world_size", "reason"),
+    ("mode", "changes", "world_size", "reason"),
     [
-        ({"hidden_size": 1024, "intermediate_size": 3072}, 64, None),
-        ({"hidden_size": 8192, "num_local_experts": 40, "top_k": 16}, 8, None),
-        ({"hidden_size": 512}, 8, "hidden_size is 512, expected 1024 to 8192"),
-        ({"hidden_size": 2304}, 8, "hidden_size is 2304, expected a multiple of 512"),
-        ({"intermediate_size": 512}, 8, "2 * intermediate_size is 1024, expected 2048 to 6144"),
-        ({"intermediate_size": 1280}, 8, "2 * intermediate_size is 2560, expected a multiple of"),
-        ({}, 65, "serves 1 to 64 ranks, not 65"),
+        ("mode 2", {"hidden_size": 1024, "intermediate_size": 3072}, 64, None),
+        ("mode 2", {"hidden_size": 8192, "num_local_experts": 40, "top_k": 16}, 8, None),
+        ("mode 2", {"hidden_size": 512}, 8, "is 512, expected 1024 to 8192"),
+        ("mode 2", {"hidden_size": 2304}, 8, "is 2304, expected a multiple of 512"),
+        ("mode 2", {"intermediate_size": 512}, 8, "is 1024, expected 2048 to 6144"),
+        ("mode 2", {"intermediate_size": 1280}, 8, "is 2560, expected a multiple of"),
+        ("mode 2", {}, 65, "serves 1 to 64 ranks, not 65"),
+        ("mode 3", {"hidden_size": 1536}, 2, None),
+        ("mode 3", {"hidden_size": 1280}, 2, "hidden_size is 1280, expected a multiple"),
+        ("mode 3", {"hidden_size": 8704}, 2, "hidden_size is 8704, expected 1024 to 8192"),
+        ("mode 3", {"intermediate_size": 3584}, 2, "is 7168, expected 1024 to 6144"),
+        ("mode 3", {}, 1, "serves 2 to 128 ranks, not 1"),
+        ("mode 3", {"top_k": 17}, 2, "top_k is 17, at most 16"),
     ],
 )
-def test_sizes_of_mode_2(changes: dict[str, int], world_size: int, reason: str | None) -> None:
+def test_sizes_of_later_modes(
+    mode: str, changes: dict[str, int], world_size: int, reason: str | None
+) -> None:
     spec = replace(SPEC, **changes)
-    found = reasons_of("mode 2", spec, world_size=world_size, environment=LARGE_WINDOW)
+    found = reasons_of(mode, spec, world_size=world_size, environment=LARGE_WINDOW)
     assert found == [] if reason is None else [reason in text for text in found] == [True]

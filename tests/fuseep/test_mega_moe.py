@@ -1,10 +1,9 @@
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from epcomm import BackendUnavailable, EPConfig, EPGroup, ExpertWeights, MoESpec, plan
+from epcomm import EPConfig, EPGroup, ExpertWeights, MoESpec, plan
 from epcomm.fuseep.ascend import MegaMoE
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.platforms.machine import this_machine
@@ -20,28 +19,22 @@ SPEC = MoESpec(hidden_size=1024, num_experts=4, top_k=2)
 CONFIG = EPConfig(mode="fuseep", max_tokens_per_rank=512)
 
 
-@pytest.fixture
-def newer() -> Iterator[None]:
-    with limits.soc("A3"), install("ascend_flags"):
-        yield
-
-
-def sized(hidden: int = 1024, inner: int = 1024, num_experts: int = 4) -> Int8ChannelWeights:
-    gate_up = torch.empty(num_experts, 2 * inner, hidden, dtype=torch.bfloat16, device="meta")
-    down = torch.empty(num_experts, hidden, inner, dtype=torch.bfloat16, device="meta")
+def weights() -> Int8ChannelWeights:
+    gate_up = torch.empty(4, 2048, 1024, dtype=torch.bfloat16, device="meta")
+    down = torch.empty(4, 1024, 1024, dtype=torch.bfloat16, device="meta")
     plain = ExpertWeights(gate_up_proj=gate_up, down_proj=down)
     return Int8ChannelWeights.from_unquantized(plain)
 
 
-@pytest.mark.usefixtures("newer")
 def test_plan_prefers_it_where_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_BUFFSIZE", "2000")
-    chosen = plan(CONFIG, SPEC, world_size=2, weights=sized())
+    older = replace(CONFIG, backend="dispatch_ffn_combine")
+    with limits.soc("A3"), install("ascend_flags"):
+        chosen, mode_2 = (
+            plan(config, SPEC, world_size=2, weights=weights()) for config in (CONFIG, older)
+        )
     assert chosen.prefill.backend == "mega_moe"
     assert "deprecated" not in chosen.explain()
-    mode_2 = plan(
-        replace(CONFIG, backend="dispatch_ffn_combine"), SPEC, world_size=2, weights=sized()
-    )
     assert (
         "dispatch_ffn_combine is deprecated: CANN does not maintain it from 9.1 on; mega_moe "
         "replaces it" in mode_2.explain().splitlines()
@@ -51,7 +44,7 @@ def test_plan_prefers_it_where_it_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_releases_without_it_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_BUFFSIZE", "2000")
     with limits.soc("A3"), install("ascend"):
-        chosen = plan(CONFIG, SPEC, world_size=2, weights=sized())
+        chosen = plan(CONFIG, SPEC, world_size=2, weights=weights())
         assert chosen.prefill.backend == "fused_deep_moe"
         assert "mega_moe: the installed deep_ep has no MEGA_MOE" in chosen.explain()
         found = this_machine().find_deep_ep()
@@ -61,30 +54,6 @@ def test_releases_without_it_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
         has_module=lambda name: name != "cann_ops_transformer",
     )
     assert "cann_ops_transformer is not installed" in MegaMoE.probe(real).reasons[-1]
-
-
-@pytest.mark.usefixtures("newer")
-@pytest.mark.parametrize(
-    ("spec", "weights", "world_size", "reason"),
-    [
-        ({"hidden_size": 1536}, {"hidden": 1536}, 2, None),
-        ({"hidden_size": 1280}, {"hidden": 1280}, 2, "hidden_size is 1280, expected a multiple"),
-        ({"hidden_size": 8704}, {"hidden": 8704}, 2, "hidden_size is 8704, expected 1024 to 8192"),
-        ({}, {"inner": 3584}, 2, "2 * intermediate_size is 7168, expected 1024 to 6144"),
-        ({}, {}, 1, "serves 2 to 128 ranks, not 1"),
-        ({"top_k": 17, "num_experts": 32}, {"num_experts": 32}, 2, "top_k is 17, at most 16"),
-    ],
-)
-def test_sizes_that_it_does_not_take_are_refused(
-    spec: dict[str, int], weights: dict[str, int], world_size: int, reason: str | None
-) -> None:
-    asked = replace(CONFIG, backend="mega_moe")
-    if reason is None:
-        plan(asked, replace(SPEC, **spec), world_size=world_size, weights=sized(**weights))
-        return
-    with pytest.raises(BackendUnavailable) as caught:
-        plan(asked, replace(SPEC, **spec), world_size=world_size, weights=sized(**weights))
-    assert reason in str(caught.value)
 
 
 # The reference quantises rows and activations in the same way and sums in the same order. exp() and

@@ -13,24 +13,22 @@ from tests.cases.fuseep_layers import OPERATORS, K, M, batch, experts, make_laye
 
 pytestmark = pytest.mark.usefixtures("small_a3")
 
-Write = Callable[[ExpertParallelExperts, dict[str, torch.Tensor]], object]
-
 
 def load(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> None:
     """Load the experts of this rank in the form of its state_dict()."""
     layer.load_state_dict({name: layer.as_expert_tensor(tensor) for name, tensor in new.items()})
 
 
+@torch.no_grad()
 def copy(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, tensor in new.items():
-            layer.get_parameter(name).copy_(tensor)
+    for name, tensor in new.items():
+        layer.get_parameter(name).copy_(tensor)
 
 
+@torch.inference_mode()
 def copy_in_inference_mode(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> None:
-    with torch.inference_mode():
-        for name, tensor in new.items():
-            layer.get_parameter(name).copy_(tensor)
+    for name, tensor in new.items():
+        layer.get_parameter(name).copy_(tensor)
 
 
 def replace_data(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> None:
@@ -52,14 +50,7 @@ def write_data(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> No
     layer.path.repack()
 
 
-WRITES: tuple[Write, ...] = (
-    load,
-    copy,
-    copy_in_inference_mode,
-    replace_data,
-    replace_one,
-    write_data,
-)
+WRITES = (load, copy, copy_in_inference_mode, replace_data, replace_one, write_data)
 
 
 def count_packs(patch: pytest.MonkeyPatch, operator: str) -> list[Int8ChannelWeights]:

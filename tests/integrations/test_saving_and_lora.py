@@ -23,26 +23,16 @@ from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict
 from epcomm.training.gradients import sum_replicated_gradients
+from tests.cases.blocks import MODEL_SIZES
 
 NUM_RANKS = 2
 pytestmark = pytest.mark.ranks(NUM_RANKS)
-SIZES: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 16,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-}
 
 
 def qwen3_moe(num_layers: int = 1) -> PreTrainedModel:
     """Make a model that is equal on all ranks; its checkpoints have a tensor for each expert."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": num_layers}
+    sizes: dict[str, Any] = {**MODEL_SIZES, "num_hidden_layers": num_layers}
     config = Qwen3MoeConfig(**sizes, moe_intermediate_size=8, num_experts=8)
     return Qwen3MoeForCausalLM(config)
 
@@ -50,7 +40,7 @@ def qwen3_moe(num_layers: int = 1) -> PreTrainedModel:
 def gpt_oss() -> PreTrainedModel:
     """Make a model whose checkpoints have all experts in one tensor."""
     torch.manual_seed(0)
-    return GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=8))
+    return GptOssForCausalLM(GptOssConfig(**MODEL_SIZES, num_hidden_layers=1, num_local_experts=8))
 
 
 def spread(

@@ -30,8 +30,9 @@ from transformers import (
 from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelExperts, ExpertParallelMoE
 from epcomm.integrations.transformers import prepare_trainer
 from epcomm.training.checkpoints import gather_state_dict
+from tests.cases.blocks import TOP_K
 from tests.cases.shared_folder import shared_folder
-from tests.integrations.test_saving_and_lora import SIZES, qwen3_moe, spread
+from tests.integrations.test_saving_and_lora import qwen3_moe, spread
 from tests.placement.layers import any_placement, expect_copies_of
 
 NUM_RANKS, NUM_STEPS, SAVED_STEP, NUM_MICRO_BATCHES = 2, 4, 2, 2
@@ -153,7 +154,7 @@ def test_trainer_trains_copies_of_experts_that_move_like_one_process(group: EPGr
             block = model.get_submodule(f"model.layers.{place}.mlp")
             assert isinstance(block, ExpertParallelMoE)
             num_tokens = NUM_STEPS * NUM_MICRO_BATCHES * samples()[0]["input_ids"].numel()
-            assert int(block.load_table.sum()) == num_tokens * SIZES["num_experts_per_tok"]
+            assert int(block.load_table.sum()) == num_tokens * TOP_K
         saved = Qwen3MoeForCausalLM.from_pretrained(folder / f"checkpoint-{NUM_STEPS}").state_dict()
         for name, tensor in whole.items():
             assert torch.equal(saved[name], tensor), name

@@ -15,7 +15,7 @@ from epcomm.sharding.shards import ExpertShard, cut_share, is_expert_tensor
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
-from tests.cases.blocks import BLOCKS, HIDDEN, NUM_EXPERTS, VARIANTS, seeded
+from tests.cases.blocks import BLOCKS, HIDDEN, MODEL_SIZES, NUM_EXPERTS, VARIANTS, seeded
 
 pytestmark = pytest.mark.ranks(2)
 # Tokens of each rank: uneven, and one has none.
@@ -139,17 +139,7 @@ def test_low_latency_output_equals_that_of_one_process(kind: str, group: EPGroup
             check_outputs(run(moe, inputs[group.rank]), expected[group.rank])
 
 
-MODEL = {
-    "vocab_size": 32,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-}
+MODEL = {**MODEL_SIZES, "num_hidden_layers": 2}
 # The layers of one model unpack a tuple, and the router of the other needs a batch dimension.
 MODELS = {
     "GptOss": {**MODEL, "num_local_experts": NUM_EXPERTS},

@@ -1,6 +1,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from epcomm import (
     EPGroup,
     ExpertParallelExperts,
     Int8ChannelWeights,
-    Mode,
     TopKOutput,
     WireDtype,
 )
@@ -26,21 +25,10 @@ from fakes.ascend import limits, registry
 from fakes.deep_ep import install
 from tests.cases.quantized_model import OF_ASCEND, assert_within, stored_model, without_halves
 
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A buffer and its configuration."""
-
-    mode: Mode
-    config: EPConfig
-
-
-CASES = {
-    "AscendNormalBuffer": Case(mode=Mode.NORMAL, config=EPConfig(mode="normal")),
-    "AscendLowLatencyBuffer": Case(
-        mode=Mode.LOW_LATENCY, config=EPConfig(mode="low_latency", max_tokens_per_rank=16)
-    ),
-    "AscendStandardBuffer": Case(mode=Mode.STANDARD, config=EPConfig(mode="standard")),
+CONFIGS = {
+    "AscendNormalBuffer": EPConfig(mode="normal"),
+    "AscendLowLatencyBuffer": EPConfig(mode="low_latency", max_tokens_per_rank=16),
+    "AscendStandardBuffer": EPConfig(mode="standard"),
 }
 HIDDEN, SMALL_HIDDEN = 1024, 64
 WIRES = {"bf16": None, "int8": INT8_PER_TOKEN}
@@ -80,8 +68,8 @@ def hidden_size_of(group: EPGroup) -> Iterator[int]:
 RUNS = [
     (scenario, backend)
     for scenario in SCENARIOS
-    for backend, case in CASES.items()
-    if buffer_suite.tests_anything(scenario, buffer_class(backend).caps(case.mode))
+    for backend, config in CONFIGS.items()
+    if buffer_suite.tests_anything(scenario, buffer_class(backend).caps(config.mode))
 ]
 
 
@@ -92,7 +80,7 @@ def test_ascend_buffer_keeps_its_contract(scenario: str, backend: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("backend", CONFIGS)
 @pytest.mark.parametrize("scenario", ["empty_rank", "holes", "traffic"])
 def test_int8_rows_keep_the_contract(scenario: str, backend: str) -> None:
     run_buffer(scenario, backend, "int8")
@@ -115,7 +103,7 @@ def test_int8_rows_are_refused_where_flags_mean_fp8(monkeypatch: pytest.MonkeyPa
 
 # Scenarios that need more than 2 ranks.
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("backend", CONFIGS)
 @pytest.mark.parametrize("scenario", ["uneven", pytest.param("faults", marks=pytest.mark.slow)])
 def test_ascend_buffer_of_four_ranks_keeps_its_contract(scenario: str, backend: str) -> None:
     run_buffer(scenario, backend, "bf16")
@@ -126,7 +114,7 @@ def run_buffer(scenario: str, backend: str, wire: str) -> None:
         env = buffer_suite.BufferEnv(
             group=group,
             backend=backend,
-            mode=CASES[backend].mode,
+            mode=CONFIGS[backend].mode,
             wire=WIRES[wire],
             hidden_size=hidden_size,
             dtype=torch.bfloat16,
@@ -138,19 +126,19 @@ def run_buffer(scenario: str, backend: str, wire: str) -> None:
 # Scenarios in which the buffer matters; other buffers run the rest.
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wire", [None, WireDtype.INT8])
-@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("backend", CONFIGS)
 @pytest.mark.parametrize("scenario", ["empty_rank", "interleaved"])
 def test_layer_on_ascend_equals_the_oracle(
     scenario: str, backend: str, wire: WireDtype | None, group: EPGroup
 ) -> None:
     with hidden_size_of(group) as hidden_size:
-        config = replace(CASES[backend].config, backend="ascend", dispatch_dtype=wire)
+        config = replace(CONFIGS[backend], backend="ascend", dispatch_dtype=wire)
         env = layer_suite.pipeline_env(group, config, hidden_size=hidden_size, dtype=torch.bfloat16)
         layer_suite.run_scenario(scenario, replace(env, has_gradients=False))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("backend", CONFIGS)
 def test_w8a8_experts_equal_a_float64_model(backend: str, group: EPGroup) -> None:
     """The vendor's operators through all buffers, each store in bfloat16 followed."""
     spec = replace(buffer_suite.BATCH_SPECS["uneven"], hidden_size=HIDDEN, dtype=torch.bfloat16)
@@ -158,7 +146,7 @@ def test_w8a8_experts_equal_a_float64_model(backend: str, group: EPGroup) -> Non
         plain = make_weights(spec, group.world_size, intermediate_size=128)
         weights = Int8ChannelWeights.from_unquantized(plain)
         batch = without_halves(make_batch(spec, group.rank, group.world_size))
-        config = replace(CASES[backend].config, backend="ascend", runner="ascend")
+        config = replace(CONFIGS[backend], backend="ascend", runner="ascend")
         layer = ExpertParallelExperts(weights, group, config, top_k=spec.num_topk(group.world_size))
         assert "wire: dispatch int8/0" in layer.explain()
         y = layer(batch.x, batch.topk)
@@ -169,21 +157,21 @@ def test_w8a8_experts_equal_a_float64_model(backend: str, group: EPGroup) -> Non
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("backend", CONFIGS)
 def test_unquantised_experts_equal_the_oracle(backend: str, group: EPGroup) -> None:
-    config = replace(CASES[backend].config, backend="ascend", runner="ascend")
+    config = replace(CONFIGS[backend], backend="ascend", runner="ascend")
     env = layer_suite.pipeline_env(group, config, hidden_size=HIDDEN, dtype=torch.bfloat16)
     layer_suite.run_scenario("holes", replace(env, has_gradients=False))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("backend", CONFIGS)
 def test_what_lies_in_padding_does_not_matter(backend: str, group: EPGroup) -> None:
     """A token without an expert is sent, and its y is zero."""
     spec = replace(buffer_suite.BATCH_SPECS["uneven"], hidden_size=HIDDEN, dtype=torch.bfloat16)
     with torch.no_grad():
         batch = make_batch(spec, group.rank, group.world_size)
-        config = replace(CASES[backend].config, backend="ascend", dispatch_dtype=WireDtype.INT8)
+        config = replace(CONFIGS[backend], backend="ascend", dispatch_dtype=WireDtype.INT8)
         weights = make_weights(spec, group.world_size, intermediate_size=16)
         layer = ExpertParallelExperts(weights, group, config, top_k=spec.num_topk(group.world_size))
         ids, x = batch.topk_ids.clone(), batch.x.clone()

@@ -18,7 +18,7 @@ from epcomm import EPGroup, WireDtype
 from epcomm.platforms.machine import this_machine
 from epcomm.registry import buffer_class
 from epcomm.testing import buffer_suite, layer_suite
-from tests.buffers.ascend.test_ascend import CASES, HIDDEN, LAYER_SCENARIOS, SCENARIOS, WIRES
+from tests.buffers.ascend.test_ascend import CONFIGS, HIDDEN, LAYER_SCENARIOS, SCENARIOS, WIRES
 from tests.multi_rank import BACKEND_ENV
 from tests.runners.test_ascend_layers import RUNNERS, check_w8a8_layer
 
@@ -42,13 +42,13 @@ pytestmark = [pytest.mark.real_npu, pytest.mark.skipif(bool(REASON), reason=REAS
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("backend", CONFIGS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_buffer_keeps_its_contract(scenario: str, backend: str, wire: str, group: EPGroup) -> None:
     env = buffer_suite.BufferEnv(
         group=group,
         backend=backend,
-        mode=CASES[backend].mode,
+        mode=CONFIGS[backend].mode,
         wire=WIRES[wire],
         hidden_size=HIDDEN,
         dtype=torch.bfloat16,
@@ -60,23 +60,23 @@ def test_buffer_keeps_its_contract(scenario: str, backend: str, wire: str, group
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("wire", [None, WireDtype.INT8])
-@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("backend", CONFIGS)
 @pytest.mark.parametrize("scenario", LAYER_SCENARIOS)
 def test_layer_equals_the_oracle(
     scenario: str, backend: str, wire: WireDtype | None, group: EPGroup
 ) -> None:
-    config = replace(CASES[backend].config, backend="ascend", dispatch_dtype=wire)
+    config = replace(CONFIGS[backend], backend="ascend", dispatch_dtype=wire)
     env = layer_suite.pipeline_env(group, config, hidden_size=HIDDEN, dtype=torch.bfloat16)
     layer_suite.run_scenario(scenario, replace(env, has_gradients=False, poisons=False))
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("backend", CONFIGS)
 def test_w8a8_layer_equals_a_float64_model(backend: str, runner: str, group: EPGroup) -> None:
-    base, own = CASES[backend].config, RUNNERS[runner]
+    own = RUNNERS[runner]
     config = replace(
-        base,
+        CONFIGS[backend],
         backend=backend,
         runner=runner,
         dispatch_dtype=own.dispatch_dtype,
@@ -87,8 +87,8 @@ def test_w8a8_layer_equals_a_float64_model(backend: str, runner: str, group: EPG
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("runner", ["ascend", "ascend_nz"])
-@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("backend", CONFIGS)
 def test_unquantised_layer_equals_the_oracle(backend: str, runner: str, group: EPGroup) -> None:
-    config = replace(CASES[backend].config, backend="ascend", runner=runner)
+    config = replace(CONFIGS[backend], backend="ascend", runner=runner)
     env = layer_suite.pipeline_env(group, config, hidden_size=HIDDEN, dtype=torch.bfloat16)
     layer_suite.run_scenario("holes", replace(env, has_gradients=False, poisons=False))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from epcomm import EPConfig, EPGroup, ExpertParallelExperts, ExpertWeights, TopKOutput
+from epcomm.sharding.expert_tensor import ExpertTensor
 from epcomm.weights.unquantized import ExpertTensors
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 16, 8, 2
@@ -43,6 +44,12 @@ class OverRanks(nn.Module):
         ids = chosen_experts(x.shape[0])
         topk = TopKOutput(topk_ids=ids, topk_weights=torch.full(ids.shape, 0.5))
         return self.experts(self.linear(x), topk).square().mean()
+
+
+def some_parameter(group: EPGroup, name: str = "down_proj") -> ExpertTensor:
+    parameter = OverRanks(group).experts.get_parameter(name)
+    assert isinstance(parameter, ExpertTensor)
+    return parameter
 
 
 class InOneProcess(nn.Module):

@@ -2,7 +2,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -174,27 +174,19 @@ def test_a_machine_that_serves_nothing_has_exit_code_1(
     assert run("doctor").exit_code == 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """The command that would install a part, or the hardware that it needs."""
-
-    name: str
-    on: str
-    advice: str
-
-
 CPU, BARE_GPU, GPU = "cpu", "h200, torch alone", "h200"
 DEEP_EP = "run: git clone --recursive https://github.com/deepseek-ai/DeepEP && cd DeepEP && "
+# A part, a machine that lacks it, and the command that would install it or the hardware it needs.
 REMEDIES = [
-    Remedy(name="nvlink", on=CPU, advice="no command can: it needs NVIDIA GPUs of one host that"),
-    Remedy(name="nvlink", on=BARE_GPU, advice="run: pip install --upgrade 'torch>=2.11' triton"),
-    Remedy(name="deep_ep_v1", on=CPU, advice="no command can: it needs NVIDIA GPUs"),
-    Remedy(name="deep_ep_v2", on=GPU, advice=DEEP_EP),
-    Remedy(name="fp8_wgmma", on="b200", advice="no command can: it needs an NVIDIA GPU of compute"),
-    Remedy(name="int8_triton", on=BARE_GPU, advice="run: pip install triton"),
-    Remedy(name="deep_gemm", on=GPU, advice="run: git clone --recursive https://github.com/deep"),
-    Remedy(name="fused_deep_moe", on=GPU, advice="no command can: it needs Ascend NPUs"),
-    Remedy(name="ascend_nz", on=CPU, advice="no command can: it needs Ascend NPUs"),
+    ("nvlink", CPU, "no command can: it needs NVIDIA GPUs of one host that"),
+    ("nvlink", BARE_GPU, "run: pip install --upgrade 'torch>=2.11' triton"),
+    ("deep_ep_v1", CPU, "no command can: it needs NVIDIA GPUs"),
+    ("deep_ep_v2", GPU, DEEP_EP),
+    ("fp8_wgmma", "b200", "no command can: it needs an NVIDIA GPU of compute"),
+    ("int8_triton", BARE_GPU, "run: pip install triton"),
+    ("deep_gemm", GPU, "run: git clone --recursive https://github.com/deep"),
+    ("fused_deep_moe", GPU, "no command can: it needs Ascend NPUs"),
+    ("ascend_nz", CPU, "no command can: it needs Ascend NPUs"),
 ]
 
 
@@ -204,13 +196,13 @@ def machine(name: str) -> Machine:
     return DEVICES[name].machine()
 
 
-@pytest.mark.parametrize("remedy", REMEDIES, ids=lambda remedy: f"{remedy.name} on {remedy.on}")
-def test_what_is_missing_has_one_command_or_none_that_can(remedy: Remedy) -> None:
-    report = doctor(machine(remedy.on))
+@pytest.mark.parametrize(("name", "on", "advice"), REMEDIES)
+def test_what_is_missing_has_one_command_or_none_that_can(name: str, on: str, advice: str) -> None:
+    report = doctor(machine(on))
     parts = {each.name: each for each in (*report.backends, *report.runners)}
-    found = parts[remedy.name]
+    found = parts[name]
     assert found.status is Status.MISSING
-    assert found.advice.startswith(remedy.advice)
+    assert found.advice.startswith(advice)
     assert bool(found.command) == found.advice.startswith("run: ")
     for each in (*report.backends, *report.runners):
         assert bool(each.reasons) == bool(each.advice) == (each.status is Status.MISSING), each

@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,42 +74,21 @@ OTHERS = [
 ]
 # A host of two or four is lost with all its ranks: the host with the store, which a process or a
 # rank serves, or another one.
+OF_TWO_HOSTS = partial(Scenario, num_hosts=2)
+BETWEEN_HOSTS = partial(OF_TWO_HOSTS, transport="hierarchical", fault="killed")
 HOSTS = [
-    Scenario(fault="killed", phase="dispatch", lost_ranks=(2, 3), num_hosts=2),
-    Scenario(fault="killed", phase="combine", lost_ranks=(0, 1), num_hosts=2),
-    Scenario(fault="unplugged", phase="combine", lost_ranks=(0, 1), num_hosts=2),
+    OF_TWO_HOSTS(fault="killed", phase="dispatch", lost_ranks=(2, 3)),
+    OF_TWO_HOSTS(fault="killed", phase="combine", lost_ranks=(0, 1)),
+    OF_TWO_HOSTS(fault="unplugged", phase="combine", lost_ranks=(0, 1)),
     Scenario(
         fault="killed", phase="dispatch", lost_ranks=(0, 1), store_host=0, num_ranks=8, num_hosts=4
     ),
     # Ranks of a host also wait for one another, and some of them wait for the lost host.
-    Scenario(
-        transport="hierarchical",
-        fault="killed",
-        phase="dispatch",
-        lost_ranks=(2, 3),
-        store_host=0,
-        num_hosts=2,
-    ),
-    Scenario(
-        transport="hierarchical",
-        fault="killed",
-        phase="combine",
-        combine_dtype="nvfp4",
-        lost_ranks=(0, 1),
-        num_hosts=2,
-    ),
+    BETWEEN_HOSTS(phase="dispatch", lost_ranks=(2, 3), store_host=0),
+    BETWEEN_HOSTS(phase="combine", combine_dtype="nvfp4", lost_ranks=(0, 1)),
     # A single rank: one rank waits for it between hosts, two wait for others inside.
-    Scenario(
-        transport="hierarchical",
-        fault="killed",
-        phase="combine",
-        lost_ranks=(2,),
-        begins=True,
-        num_hosts=2,
-    ),
-    Scenario(
-        transport="hierarchical", fault="killed", phase="dispatch", lost_ranks=(2,), num_hosts=2
-    ),
+    BETWEEN_HOSTS(phase="combine", lost_ranks=(2,), begins=True),
+    BETWEEN_HOSTS(phase="dispatch", lost_ranks=(2,)),
 ]
 SCENARIOS = {scenario.name: scenario for scenario in MATRIX + OTHERS + HOSTS}
 

@@ -114,22 +114,23 @@ def trainer_of(model: nn.Module, folder: Path) -> Trainer:
     return Trainer(model, TrainingArguments(**values), train_dataset=samples())
 
 
-def losses_of(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def expect_losses(
+    expected: list[float], trainer: Trainer, folder: Path, resumes_at: int | None = None
+) -> None:
+    """Train, from the beginning or from a checkpoint, and compare the losses of all steps."""
+    prepare_trainer(trainer)
+    checkpoint = None if resumes_at is None else str(folder / f"checkpoint-{resumes_at}")
+    trainer.train(resume_from_checkpoint=checkpoint)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses == pytest.approx(expected, rel=LOSS_TOLERANCE)
 
 
 def test_trainer_trains_saves_and_resumes_like_one_process(group: EPGroup) -> None:
     expected = losses_in_one_process()
     with shared_folder() as folder:
-        trainer = trainer_of(spread_model(group), folder)
-        prepare_trainer(trainer)
-        trainer.train()
-        assert losses_of(trainer) == pytest.approx(expected, rel=LOSS_TOLERANCE)
+        expect_losses(expected, trainer_of(spread_model(group), folder), folder)
         model = spread_model(group)
-        resumed = trainer_of(model, folder)
-        prepare_trainer(resumed)
-        resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_STEP}"))
-        assert losses_of(resumed) == pytest.approx(expected, rel=LOSS_TOLERANCE)
+        expect_losses(expected, trainer_of(model, folder), folder, SAVED_STEP)
         # The file that Trainer itself has written holds the whole model.
         saved = Qwen3MoeForCausalLM.from_pretrained(folder / f"checkpoint-{NUM_STEPS}").state_dict()
         for name, tensor in gather_state_dict(model, group).items():
@@ -143,10 +144,8 @@ def test_trainer_trains_copies_of_experts_that_move_like_one_process(group: EPGr
     with shared_folder() as folder:
         model = spread_model(group, placed)
         trainer = trainer_of(model, folder)
-        prepare_trainer(trainer)
         trainer.add_callback(MoveExperts())
-        trainer.train()
-        assert losses_of(trainer) == pytest.approx(expected, rel=LOSS_TOLERANCE)
+        expect_losses(expected, trainer, folder)
         whole = gather_state_dict(model, group)
         for place, layer in enumerate(expert_layers(model)):
             prefix = f"model.layers.{place}.mlp.experts."
@@ -161,9 +160,7 @@ def test_trainer_trains_copies_of_experts_that_move_like_one_process(group: EPGr
         # Load without copies of experts, and with different copies.
         for config in (None, EPConfig(redundant_experts=8)):
             resumed = trainer_of(spread_model(group, config), folder)
-            prepare_trainer(resumed)
-            resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_STEP}"))
-            assert losses_of(resumed) == pytest.approx(expected, rel=LOSS_TOLERANCE)
+            expect_losses(expected, resumed, folder, SAVED_STEP)
 
 
 def test_trainer_that_cannot_be_prepared_is_refused() -> None:

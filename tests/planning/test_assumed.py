@@ -120,11 +120,10 @@ def test_sums_of_deep_ep_v1_are_those_of_decode() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_plan_for_cpus_is_that_of_a_group_on_cpus() -> None:
-    with EPGroup() as group:
-        found = plan(CONFIG, SPEC, group, weights=experts())
-        with pytest.raises(ConfigError, match="got group and machine"):
-            plan(CONFIG, SPEC, group, machine=DEVICES["cpu"])
+def test_a_plan_for_cpus_is_that_of_a_group_on_cpus(group: EPGroup) -> None:
+    found = plan(CONFIG, SPEC, group, weights=experts())
+    with pytest.raises(ConfigError, match="got group and machine"):
+        plan(CONFIG, SPEC, group, machine=DEVICES["cpu"])
     assumed = plan(CONFIG, SPEC, world_size=2, weights=experts(), machine=DEVICES["cpu"])
     for here, there in zip(found.phases().values(), assumed.phases().values(), strict=True):
         assert replace(here, rejected=()) == replace(there, rejected=())

@@ -1,5 +1,6 @@
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,15 @@ def test_nearest_tokens_by_ratio_decide(
 
 
 @pytest.mark.ranks(2)
-def test_each_phase_takes_the_fastest_that_serves(tmp_path: Path) -> None:
+def test_each_phase_takes_the_fastest_that_serves(tmp_path: Path, group: EPGroup) -> None:
     """Every rank reads its own copy of the file, at a different path."""
     path = write(tmp_path / "bench.json")
-    with EPGroup() as group:
-        by_rules = plan(EPConfig(max_tokens_per_rank=8), SPEC, group)
-        chosen = plan(EPConfig(max_tokens_per_rank=8, measurements=path), SPEC, group)
-        many = plan(EPConfig(max_tokens_per_rank=900, measurements=str(path)), SPEC, group)
-        named = plan(
-            EPConfig(max_tokens_per_rank=8, measurements=path, backend="shared_memory"), SPEC, group
-        )
-        unmeasured = plan(EPConfig(mode="standard", measurements=path), SPEC, group)
+    measured = EPConfig(max_tokens_per_rank=8, measurements=path)
+    by_rules = plan(EPConfig(max_tokens_per_rank=8), SPEC, group)
+    chosen = plan(measured, SPEC, group)
+    many = plan(EPConfig(max_tokens_per_rank=900, measurements=str(path)), SPEC, group)
+    named = plan(replace(measured, backend="shared_memory"), SPEC, group)
+    unmeasured = plan(EPConfig(mode="standard", measurements=path), SPEC, group)
     assert by_rules.prefill.backend == named.prefill.backend == "shared_memory"
     # Prefill is decided at the largest T. nvlink was fastest in decode, but cannot be used here.
     # collective serves decode with exact sizes on CPU ranks, so its times of mode normal count.
@@ -95,14 +94,13 @@ def test_each_phase_takes_the_fastest_that_serves(tmp_path: Path) -> None:
 
 @pytest.mark.ranks(2)
 def test_where_nothing_measured_serves_rules_choose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
     only = [result("normal", "shared_memory", 8, 4.0)]
     path = write(tmp_path / "bench.json", results=only)
     lacking = Availability(ok=False, reasons=("no memory",))
-    with EPGroup() as group:
-        monkeypatch.setattr(SharedMemoryBuffer, "probe", lambda machine: lacking)
-        phase = plan(EPConfig(mode="normal", measurements=path), SPEC, group).prefill
+    monkeypatch.setattr(SharedMemoryBuffer, "probe", lambda machine: lacking)
+    phase = plan(EPConfig(mode="normal", measurements=path), SPEC, group).prefill
     assert phase.backend == CollectiveBuffer.name
     assert "rules, because no backend that bench.json (" in phase.chosen_by
 

@@ -39,12 +39,6 @@ def npu_has_the_operator() -> Iterator[None]:
     library._destroy()
 
 
-def by_nothing(
-    logits: Tensor, *, top_k: int, correction_bias: Tensor | None, hidden_states: Tensor | None
-) -> TopKOutput:
-    raise NotImplementedError("it is not called")
-
-
 def choose(
     router: Router, spec: RoutingSpec, device: torch.device, num_experts: int = NUM_EXPERTS
 ) -> RouterChoice:
@@ -60,7 +54,7 @@ def test_on_a_gpu_auto_takes_the_gate_where_it_can() -> None:
     asked = choose(Router.REFERENCE, SAID, CUDA)
     assert asked.gate is None
     assert asked.explain() == ("routing by the reference: EPConfig.router asks for it",)
-    whole = RoutingSpec(top_k=2, custom_function=by_nothing)
+    whole = RoutingSpec(top_k=2, custom_function=route)
     assert choose(Router.AUTO, whole, CUDA).explain() == (
         "routing by the reference: the triton gate has no custom functions",
     )

@@ -60,24 +60,23 @@ def test_sglang_has_shared_experts_in_the_last_columns() -> None:
     assert torch.equal(found, torch.from_numpy(ids.astype(np.int16)))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batch_has_no_routes_in_its_padding(side: str) -> None:
-    lengths, longest = (3, 1, 2), 3
-    routes = [torch.full((n, 1, 1), 10 * i, dtype=torch.int16) for i, n in enumerate(lengths)]
-    for each in routes:
-        each[:, 0, 0] += torch.arange(len(each), dtype=torch.int16)
-    found = routes_of_batch(
-        routes,
-        torch.tensor(
-            [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
-            if side == "left"
-            else [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
-        ),
-    )
-    expected = (
-        [0, 1, 2, -1, -1, 10, -1, 20, 21] if side == "left" else [0, 1, 2, 10, -1, -1, 20, 21, -1]
-    )
-    assert found.shape == (3 * longest, 1, 1)
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        ([[1, 1, 1], [0, 0, 1], [0, 1, 1]], [0, 1, 2, -1, -1, 10, -1, 20, 21]),
+        ([[1, 1, 1], [1, 0, 0], [1, 1, 0]], [0, 1, 2, 10, -1, -1, 20, 21, -1]),
+    ],
+    ids=["left", "right"],
+)
+def test_padded_batch_has_no_routes_in_its_padding(
+    mask: list[list[int]], expected: list[int]
+) -> None:
+    routes = [
+        torch.arange(10 * number, 10 * number + length, dtype=torch.int16).view(-1, 1, 1)
+        for number, length in enumerate((3, 1, 2))
+    ]
+    found = routes_of_batch(routes, torch.tensor(mask))
+    assert found.shape == (9, 1, 1)
     assert found.flatten().tolist() == expected
 
 

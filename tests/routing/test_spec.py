@@ -2,11 +2,9 @@ import json
 from dataclasses import asdict
 
 import pytest
-from torch import Tensor
 
 from epcomm.errors import ConfigError
-from epcomm.records import TopKOutput
-from epcomm.routing import RoutingSpec, ScoreFunction
+from epcomm.routing import RoutingSpec, ScoreFunction, route
 from epcomm.routing.presets import deepseek_v3, ernie4_5_moe, gpt_oss
 
 BAD_VALUES = [
@@ -54,15 +52,9 @@ def test_number_of_experts_must_fit(top_k: int, num_experts: int, message: str) 
         spec.check_num_experts(num_experts)
 
 
-def no_routing(
-    logits: Tensor, *, top_k: int, correction_bias: Tensor | None, hidden_states: Tensor | None
-) -> TopKOutput:
-    raise NotImplementedError
-
-
 def test_custom_function_stands_alone() -> None:
     with pytest.raises(ConfigError, match="renormalize is set with custom_function"):
-        RoutingSpec(top_k=2, custom_function=no_routing, renormalize=True)
+        RoutingSpec(top_k=2, custom_function=route, renormalize=True)
 
 
 @pytest.mark.parametrize(

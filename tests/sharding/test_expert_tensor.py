@@ -22,6 +22,7 @@ from tests.cases.expert_models import (
     InOneProcess,
     OverRanks,
     expert_weights,
+    some_parameter,
     tokens,
 )
 
@@ -136,8 +137,7 @@ def test_penalty_on_weights_counts_the_experts_of_all_ranks(group: EPGroup) -> N
 def test_loss_of_experts_is_a_mean_over_those_of_all_ranks(
     loss: Callable[..., Tensor], group: EPGroup
 ) -> None:
-    parameter = OverRanks(group).experts.get_parameter("down_proj")
-    assert isinstance(parameter, ExpertTensor)
+    parameter = some_parameter(group)
     with torch.no_grad():
         parameter.to_local().uniform_()
     targets = torch.full(torch.Size(parameter.shape), 0.5)
@@ -157,8 +157,7 @@ def test_loss_of_experts_is_a_mean_over_those_of_all_ranks(
 
 
 def test_second_derivative_of_a_sum_is_right_and_that_of_a_cut_refused(group: EPGroup) -> None:
-    parameter = OverRanks(group).experts.get_parameter("down_proj")
-    assert isinstance(parameter, ExpertTensor)
+    parameter = some_parameter(group)
     whole = parameter.full_tensor().detach().requires_grad_()
 
     def first_derivative(experts: Tensor, total: Tensor) -> Tensor:
@@ -290,7 +289,7 @@ def test_writes_are_counted_for_those_who_pack_weights(group: EPGroup) -> None:
 def test_operator_on_experts_and_others_is_refused_by_its_name(
     name: str, compute: Callable[[Tensor], object], group: EPGroup
 ) -> None:
-    parameter = OverRanks(group).experts.get_parameter("down_proj")
+    parameter = some_parameter(group)
     with pytest.raises(ShapeError, match=rf"^{name}: an expert .* call to_local") as caught:
         compute(parameter)
     assert "DDP" not in str(caught.value)
@@ -333,8 +332,7 @@ DRAWS: dict[str, Callable[[Tensor], object]] = {
 def test_random_numbers_are_those_of_one_process_that_draws_expert_by_expert(
     group: EPGroup,
 ) -> None:
-    parameter = OverRanks(group).experts.get_parameter("gate_up_proj")
-    assert isinstance(parameter, ExpertTensor)
+    parameter = some_parameter(group, "gate_up_proj")
     # On a CPU torch draws experts of this size one after the other from a whole tensor, too.
     whole = torch.empty(parameter.shape)
     for name, draw in DRAWS.items():
@@ -349,7 +347,7 @@ def test_random_numbers_are_those_of_one_process_that_draws_expert_by_expert(
 
 def test_ranks_with_other_seeds_draw_their_own_experts(group: EPGroup) -> None:
     with torch.no_grad():
-        parameter = OverRanks(group).experts.get_parameter("gate_up_proj")
+        parameter = some_parameter(group, "gate_up_proj")
         assert isinstance(parameter, ExpertTensor)
         torch.manual_seed(group.rank)
         parameter.normal_()

@@ -36,20 +36,23 @@ def env_of(group: EPGroup, backend: str) -> buffer_suite.BufferEnv:
     return buffer_suite.BufferEnv(group=group, backend=backend, mode=MODES[backend])
 
 
-def normal_mode_cases() -> list[object]:
-    """Return the scenarios in which kernels differ most, and all others as slow tests."""
-    few = ("uneven", "aligned_holes", "stand_alone", "ids_out_of_range")
-    return [
-        name if name in few else pytest.param(name, marks=pytest.mark.slow)
+# The scenarios in which kernels differ most; all others of normal mode are slow tests.
+FEW = ("uneven", "aligned_holes", "stand_alone", "ids_out_of_range")
+RUNS = [
+    *(
+        pytest.param(name, "CollectiveBuffer", marks=[] if name in FEW else pytest.mark.slow)
         for name in buffer_suite.SCENARIOS
-    ]
+    ),
+    ("aligned_holes", "AllGatherBuffer"),
+    ("aligned_holes", "StaticCollectiveBuffer"),
+]
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("scenario", normal_mode_cases())
-def test_normal_mode_keeps_its_contract(scenario: str, group: EPGroup) -> None:
-    buffer_suite.run_scenario(scenario, env_of(group, "CollectiveBuffer"))
+@pytest.mark.parametrize(("scenario", "backend"), RUNS)
+def test_buffer_keeps_its_contract(scenario: str, backend: str, group: EPGroup) -> None:
+    buffer_suite.run_scenario(scenario, env_of(group, backend))
 
 
 @pytest.mark.ranks(2)
@@ -63,14 +66,6 @@ def test_rows_of_four_bits_and_quantised_sums_keep_the_contract(
     if combine.dtype in env.caps.backward_dtypes:
         env = replace(env, backward=combine)
     buffer_suite.run_scenario("holes", env)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("backend", [name for name in MODES if name != "CollectiveBuffer"])
-@pytest.mark.parametrize("scenario", ["aligned_holes"])
-def test_other_modes_keep_their_contract(backend: str, scenario: str, group: EPGroup) -> None:
-    buffer_suite.run_scenario(scenario, env_of(group, backend))
 
 
 @pytest.mark.ranks(2)

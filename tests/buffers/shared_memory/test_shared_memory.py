@@ -107,19 +107,11 @@ def test_what_was_handed_out_survives_growth(group: EPGroup) -> None:
     assert second.eq(5).all()
 
 
-def some_tokens(rank: int, world_size: int) -> int:
-    return 3
-
-
-def many_tokens(rank: int, world_size: int) -> int:
-    return 5000
-
-
 def test_calls_of_any_size_follow_one_another(group: EPGroup) -> None:
     """The first call needs 1 MiB, and the second 5000 rows of 256 B from each rank."""
     env = env_of(group)
-    few = BatchSpec(tokens_of_rank=some_tokens, choose_ids=random_ids, hidden_size=64)
-    many = BatchSpec(tokens_of_rank=many_tokens, choose_ids=random_ids, hidden_size=64)
+    few = BatchSpec(tokens_of_rank=lambda *_: 3, choose_ids=random_ids, hidden_size=64)
+    many = replace(few, tokens_of_rank=lambda *_: 5000)
     buffer = env.open(few)
     for number, spec in enumerate((few, many, few)):
         batches = env.batches(spec, number)
@@ -137,7 +129,7 @@ def test_a_failed_growth_leaves_the_buffer_as_it_was(
     monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
     env, few = env_of(group), BATCH_SPECS["uneven"]
-    many = replace(few, tokens_of_rank=many_tokens)
+    many = replace(few, tokens_of_rank=lambda *_: 5000)
     buffer = env.open(few)
     check_batch(env, few)
     with monkeypatch.context() as patch:
@@ -188,13 +180,10 @@ def test_overwritten_rows_are_refused_on_all_ranks_that_hold_views_and_told_to_t
 
 
 def test_the_suite_sees_a_batch_that_is_combined_after_its_rows_are_gone(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
     monkeypatch.setattr(HostMover, "find_overwritten", lambda mover, exchange_plan: None)
-    with (
-        EPGroup() as group,
-        pytest.raises(AssertionError, match="expected HandleError with '2 may"),
-    ):
+    with pytest.raises(AssertionError, match="expected HandleError with '2 may"):
         run_scenario("stand_alone", env_of(group))
 
 

@@ -86,6 +86,12 @@ def elastic_buffer(*, use_fp8_dispatch: bool) -> ElasticBuffer:
 Options = dict[str, Any]
 
 
+def routes_of(batch: Batch) -> Options:
+    """Return the arguments of an elastic dispatch that every engine passes by name."""
+    own = {"topk_idx": batch.ids, "topk_weights": batch.weights}
+    return own | {"num_experts": NUM_EXPERTS}
+
+
 def check_normal(
     buffer: Buffer, *, layout: Options, dispatch: Options, combine: Options
 ) -> list[int]:
@@ -236,9 +242,7 @@ def test_vllm_deepep_v2_decode() -> None:
     for max_tokens in (8, 16):
         rows, ids, weights, handle, event = buffer.dispatch(
             x=batch.x,
-            topk_idx=batch.ids,
-            topk_weights=batch.weights,
-            num_experts=NUM_EXPERTS,
+            **routes_of(batch),
             num_max_tokens_per_rank=max_tokens,
             do_expand=False,
             do_cpu_sync=False,
@@ -274,9 +278,7 @@ def test_vllm_deepep_v2_prefill() -> None:
     words = torch.full((len(codes), HIDDEN // 32), 126, dtype=torch.uint8, device=here())
     received, ids, weights, handle, _ = buffer.dispatch(
         x=(codes, words.view(torch.int32)),
-        topk_idx=batch.ids,
-        topk_weights=batch.weights,
-        num_experts=NUM_EXPERTS,
+        **routes_of(batch),
         num_max_tokens_per_rank=None,
         do_expand=True,
         do_cpu_sync=True,
@@ -312,9 +314,7 @@ def test_sglang_deepep_v2(do_cpu_sync: bool) -> None:
     )
     (codes, scales), ids, weights, handle, event = buffer.dispatch(
         as_fp8(batch.x),
-        topk_idx=batch.ids,
-        topk_weights=batch.weights,
-        num_experts=NUM_EXPERTS,
+        **routes_of(batch),
         num_max_tokens_per_rank=MAX_TOKENS,
         expert_alignment=128,
         num_sms=24,
@@ -339,9 +339,7 @@ def test_megatron_dev_deepep_v2() -> None:
     batch, buffer = batch_of_rank(), elastic_buffer(use_fp8_dispatch=False)
     rows, ids, weights, handle, event = buffer.dispatch(
         batch.x,
-        topk_idx=batch.ids,
-        topk_weights=batch.weights,
-        num_experts=NUM_EXPERTS,
+        **routes_of(batch),
         num_sms=24,
         num_qps=1,
         previous_event=buffer.capture(),

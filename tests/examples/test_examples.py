@@ -9,6 +9,8 @@ import torch.distributed as dist
 from tests.cases.shared_folder import shared_folder
 from tests.examples.programs import EXAMPLES, run_program
 
+pytestmark = pytest.mark.ranks(2)
+
 # Decoder layers of both models.
 MODELS = ("qwen3_moe", "deepseek_v3")
 
@@ -17,7 +19,6 @@ def run(example: str, *arguments: str) -> str:
     return run_program(EXAMPLES / f"{example}.py", *arguments)
 
 
-@pytest.mark.ranks(2)
 def test_decode_has_the_checksum_of_prefill() -> None:
     printed = run("same_bits")
     if dist.get_rank() == 0:
@@ -27,7 +28,6 @@ def test_decode_has_the_checksum_of_prefill() -> None:
         assert found[1] == found[2]
 
 
-@pytest.mark.ranks(2)
 def test_results_and_gradients_of_both_models_are_equal() -> None:
     printed = run("two_micro_batches")
     assert printed.splitlines() == [
@@ -35,7 +35,6 @@ def test_results_and_gradients_of_both_models_are_equal() -> None:
     ]
 
 
-@pytest.mark.ranks(2)
 def test_tokens_of_decode_are_equal() -> None:
     printed = run("decode_two_micro_batches")
     assert printed.splitlines() == [
@@ -49,7 +48,6 @@ TINY = ["--steps", "3", "--layers", "2", "--experts", "8"]
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2)
 def test_steps_and_decoded_text_agree_with_one_process() -> None:
     output = run("train_qwen3_moe", *TINY, "--min-loss-fall", "0.1")
     if dist.get_rank() != 0:
@@ -71,7 +69,6 @@ def test_steps_and_decoded_text_agree_with_one_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2)
 def test_a_step_that_differs_ends_the_run_with_a_message() -> None:
     message = (
         r"step 1: loss is 5\.\d+, in one process 5\.\d+: relative difference \S+, expected less "
@@ -117,7 +114,6 @@ def test_losses_are_those_without_moves_and_the_load_of_a_rank_falls() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2)
 def test_replay_brings_the_log_probabilities_of_both_programs_closer() -> None:
     with shared_folder() as folder:
         written = run("router_replay", "generate", str(folder))
@@ -153,7 +149,6 @@ CHOICES = {
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2)
 def test_paths_agree_and_their_costs_are_shown() -> None:
     output = run("fuseep_w8a8", "--experts", "4", "--max-tokens", "40")
     if dist.get_rank() == 0:

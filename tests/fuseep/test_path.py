@@ -17,6 +17,8 @@ from epcomm.testing import layer_suite
 from tests.cases.fuseep_checkpoint import digest
 from tests.fakes.ascend import fuseep
 
+pytestmark = pytest.mark.ranks(2)
+
 OPERATORS = ("fuseep_reference", "fused_deep_moe", "dispatch_ffn_combine")
 # The least H and I of the operators, and smaller ones for speed; 2I = 384 shows a missing
 # interleave.
@@ -56,7 +58,6 @@ def check_layer(scenario: str, operator: str, sizes: tuple[int, int]) -> None:
         layer_suite.run_scenario(scenario, env)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("small_a3")
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -73,7 +74,6 @@ def test_layer_equals_the_oracle_on_more_ranks(operator: str) -> None:
         check_layer(scenario, operator, SMALL_SIZES)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("a3")
 @pytest.mark.parametrize("operator", LEAST_SIZES)
 def test_layer_within_the_limits_of_the_chip(operator: str) -> None:
@@ -83,7 +83,6 @@ def test_layer_within_the_limits_of_the_chip(operator: str) -> None:
 MODES = {"mode1": "fused_deep_moe", "mode2": "dispatch_ffn_combine"}
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("small_a3")
 def test_layers_equal_the_golden_values(group: EPGroup) -> None:
     """Check packing, routing and counts of our layers, with M = 5 of which rank 1 uses 3."""

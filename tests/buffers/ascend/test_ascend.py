@@ -25,6 +25,8 @@ from fakes.ascend import limits, registry
 from fakes.deep_ep import install
 from tests.cases.quantized_model import OF_ASCEND, assert_within, stored_model, without_halves
 
+pytestmark = pytest.mark.ranks(2)
+
 CONFIGS = {
     "AscendNormalBuffer": EPConfig(mode="normal"),
     "AscendLowLatencyBuffer": EPConfig(mode="low_latency", max_tokens_per_rank=16),
@@ -73,20 +75,17 @@ RUNS = [
 ]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("scenario", "backend"), RUNS)
 def test_ascend_buffer_keeps_its_contract(scenario: str, backend: str) -> None:
     run_buffer(scenario, backend, "bf16")
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", CONFIGS)
 @pytest.mark.parametrize("scenario", ["empty_rank", "holes", "traffic"])
 def test_int8_rows_keep_the_contract(scenario: str, backend: str) -> None:
     run_buffer(scenario, backend, "int8")
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("backend", ["AscendNormalBuffer", "AscendLowLatencyBuffer"])
 def test_flags_of_newer_releases_name_the_rows(backend: str, wire: str) -> None:
@@ -94,7 +93,6 @@ def test_flags_of_newer_releases_name_the_rows(backend: str, wire: str) -> None:
         run_buffer("uneven", backend, wire)
 
 
-@pytest.mark.ranks(2)
 def test_int8_rows_are_refused_where_flags_mean_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "current_soc", lambda: Soc.A5)
     with install("ascend_flags"), pytest.raises(BackendUnavailable, match="has no INT8 rows on A5"):
@@ -124,7 +122,6 @@ def run_buffer(scenario: str, backend: str, wire: str) -> None:
 
 
 # Scenarios in which the buffer matters; other buffers run the rest.
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("wire", [None, WireDtype.INT8])
 @pytest.mark.parametrize("backend", CONFIGS)
 @pytest.mark.parametrize("scenario", ["empty_rank", "interleaved"])
@@ -137,7 +134,6 @@ def test_layer_on_ascend_equals_the_oracle(
         layer_suite.run_scenario(scenario, replace(env, has_gradients=False))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", CONFIGS)
 def test_w8a8_experts_equal_a_float64_model(backend: str, group: EPGroup) -> None:
     """The vendor's operators through all buffers, each store in bfloat16 followed."""
@@ -156,7 +152,6 @@ def test_w8a8_experts_equal_a_float64_model(backend: str, group: EPGroup) -> Non
         assert_within(y, stored_model(batch, weights, OF_ASCEND, num_parts=num_parts))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", CONFIGS)
 def test_unquantised_experts_equal_the_oracle(backend: str, group: EPGroup) -> None:
     config = replace(CONFIGS[backend], backend="ascend", runner="ascend")
@@ -164,7 +159,6 @@ def test_unquantised_experts_equal_the_oracle(backend: str, group: EPGroup) -> N
     layer_suite.run_scenario("holes", replace(env, has_gradients=False))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", CONFIGS)
 def test_what_lies_in_padding_does_not_matter(backend: str, group: EPGroup) -> None:
     """A token without an expert is sent, and its y is zero."""

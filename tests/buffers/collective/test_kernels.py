@@ -19,6 +19,8 @@ from epcomm.testing.data import make_batch
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.ranks(2)
+
 MODES = {
     "CollectiveBuffer": Mode.NORMAL,
     "AllGatherBuffer": Mode.STANDARD,
@@ -48,14 +50,12 @@ RUNS = [
 ]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize(("scenario", "backend"), RUNS)
 def test_buffer_keeps_its_contract(scenario: str, backend: str, group: EPGroup) -> None:
     buffer_suite.run_scenario(scenario, env_of(group, backend))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("backend", MODES)
 def test_rows_of_four_bits_and_quantised_sums_keep_the_contract(
@@ -68,7 +68,6 @@ def test_rows_of_four_bits_and_quantised_sums_keep_the_contract(
     buffer_suite.run_scenario("holes", env)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("_kernels")
 def test_quantised_rows_of_several_blocks_arrive(group: EPGroup) -> None:
     spec = replace(buffer_suite.BATCH_SPECS["holes"], hidden_size=300, dtype=torch.bfloat16)
@@ -76,7 +75,6 @@ def test_quantised_rows_of_several_blocks_arrive(group: EPGroup) -> None:
     buffer_suite.check_batch(env, spec)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize(
     ("mode", "scenario"),

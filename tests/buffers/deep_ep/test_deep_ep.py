@@ -25,6 +25,8 @@ from fakes.deep_ep import install
 from fakes.deep_ep.strict_v1 import buffer as strict_buffer
 from tests.cases.specs import buffer_spec
 
+pytestmark = pytest.mark.ranks(2)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -63,7 +65,6 @@ RUNS = [
 ]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("backend", "scenario"), RUNS)
 def test_deep_ep_buffer_keeps_its_contract(backend: str, scenario: str) -> None:
     run_buffer(backend, scenario, "bf16")
@@ -78,7 +79,6 @@ def test_deep_ep_buffer_of_four_ranks_keeps_its_contract(scenario: str, backend:
 
 
 # Eight-bit formats change rows, and what an empty rank or a token without experts sends.
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", CASES)
 @pytest.mark.parametrize(
     ("scenario", "wire"),
@@ -88,7 +88,6 @@ def test_quantized_rows_keep_the_contract(scenario: str, wire: str, backend: str
     run_buffer(backend, scenario, wire)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "backend", [name for name in CASES if buffer_class(name).takes_wire_tensors]
 )
@@ -98,7 +97,6 @@ def test_rows_that_are_quantised_already_travel_as_they_are(backend: str) -> Non
         buffer_suite.check_wire_tensors(env, buffer_suite.BATCH_SPECS["holes"])
 
 
-@pytest.mark.ranks(2)
 def test_low_latency_of_v1_refuses_rows_that_are_quantised_already() -> None:
     spec = MoESpec(hidden_size=2048, num_experts=4, top_k=1)
     config = EPConfig(
@@ -170,21 +168,18 @@ LAYERS = [
 ]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("backend", "scenario"), LAYERS)
 def test_layer_on_deep_ep_equals_the_oracle(scenario: str, backend: str) -> None:
     with install(CASES[backend].package), EPGroup() as group:
         layer_suite.run_scenario(scenario, layer_env(backend, group))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", CASES)
 def test_layer_with_quantized_dispatch_on_deep_ep_equals_the_oracle(backend: str) -> None:
     with install(CASES[backend].package), EPGroup() as group:
         layer_suite.run_scenario("two_batches", layer_env(backend, group, WireDtype.FP8_E4M3))
 
 
-@pytest.mark.ranks(2)
 def test_gradients_of_fp8_rows_fit_into_a_large_v2_buffer() -> None:
     """Rows of FP8 are half as long as the bfloat16 gradients that are sent along the same plan."""
     spec = buffer_spec(7168, 1, 2, 4096, dispatch_format=FP8_FLOAT32_SCALES)

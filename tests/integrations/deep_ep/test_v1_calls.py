@@ -1,8 +1,5 @@
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +16,7 @@ from epcomm.spec import BufferSpec
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.v1_ranks import world
 
-# Seconds: ranks import torch on a loaded machine.
-LIMIT_S = 120
+pytestmark = pytest.mark.ranks(2)
 
 
 class Batch:
@@ -64,7 +60,6 @@ def along(buffer: Buffer, x: Tensor, handle: tuple[Tensor, ...]) -> Tensor:
     return rows
 
 
-@pytest.mark.ranks(2)
 def test_one_buffer_serves_any_shapes_and_keeps_any_handles() -> None:
     rank, buffer = world().rank(), Buffer(world(), low_latency_mode=True)
     kept = []
@@ -85,7 +80,6 @@ def test_one_buffer_serves_any_shapes_and_keeps_any_handles() -> None:
             assert torch.equal(along(buffer, batch.x * factor, handle), rows * factor)
 
 
-@pytest.mark.ranks(2)
 def test_a_rank_alone_reads_compares_and_saves_a_handle(monkeypatch: pytest.MonkeyPatch) -> None:
     # Two channels, and so two tokens in the first and one in the second.
     monkeypatch.setattr(Buffer, "num_sms", 4)
@@ -120,7 +114,6 @@ def test_a_rank_alone_reads_compares_and_saves_a_handle(monkeypatch: pytest.Monk
     assert torch.equal(y, batch.x * num_ranks)
 
 
-@pytest.mark.ranks(2)
 def test_rows_travel_by_ranks_alone_where_there_are_no_ids() -> None:
     rank, buffer = world().rank(), Buffer(world())
     is_in_rank = torch.tensor([[True, False], [True, True], [False, False]], device=here())
@@ -233,7 +226,6 @@ ANSWERED_BY_NAN = (
 
 
 # On CPUs every host reads, and test_v1_bad_calls.py has the cases.
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_first_call", [False, True])
 @pytest.mark.parametrize("call", [*RAISED, *ANSWERED_BY_NAN] if on_gpus() else [wrong_rows])
 def test_what_one_rank_gets_wrong_is_reported_to_every_rank(
@@ -291,7 +283,6 @@ def refuses_histories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ranks, "open", open_watched)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("refuses_histories")
 def test_autograd_is_left_to_the_caller() -> None:
     buffer = Buffer(world())
@@ -310,7 +301,6 @@ def test_autograd_is_left_to_the_caller() -> None:
     assert not batch.dispatch(buffer, (codes, scales))[0][1].requires_grad
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("refuses_histories")
 def test_low_latency_keeps_no_history() -> None:
     buffer = Buffer(world(), low_latency_mode=True)
@@ -341,7 +331,6 @@ def test_low_latency_keeps_no_history() -> None:
         assert not y.requires_grad
 
 
-@pytest.mark.ranks(2)
 def test_combine_sums_weights_over_the_ranks_of_a_token() -> None:
     check_sums_of_weights(Buffer(world()))
 
@@ -369,7 +358,6 @@ def check_sums_of_weights(buffer: Buffer) -> None:
         assert torch.equal(sums, others + torch.where(batch.ids < 0, 0, batch.weights))
 
 
-@pytest.mark.ranks(2)
 def test_rows_along_a_handle_of_worst_case_rows_are_as_many() -> None:
     buffer = Buffer(world())
     batch = Batch(buffer.rank, (32, 2, 4))
@@ -382,7 +370,6 @@ def test_rows_along_a_handle_of_worst_case_rows_are_as_many() -> None:
     assert batch.dispatch(buffer, config=Config(num_sms=1))[2][1].shape == (2, 1)
 
 
-@pytest.mark.ranks(2)
 def test_rows_along_a_handle_fit_into_its_memory() -> None:
     buffer = Buffer(world())
     # 144 codes and two scales are not a multiple of 16 bytes.
@@ -436,7 +423,6 @@ class DispatchAndSave(torch.autograd.Function):
         return dx, None, None, None
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("returns_handle", [False, True])
 def test_the_tensors_of_a_handle_serve_in_its_place(returns_handle: bool) -> None:
     buffer = Buffer(world())
@@ -451,7 +437,6 @@ def test_the_tensors_of_a_handle_serve_in_its_place(returns_handle: bool) -> Non
         x.grad = None
 
 
-@pytest.mark.ranks(2)
 def test_what_a_handle_stands_for_is_freed_with_its_tensors() -> None:
     buffer = Buffer(world())
     batch = Batch(buffer.rank, (32, 2, 4))
@@ -465,7 +450,6 @@ def test_what_a_handle_stands_for_is_freed_with_its_tensors() -> None:
     assert plan() is None
 
 
-@pytest.mark.ranks(2)
 def test_what_is_not_there_names_what_to_use() -> None:
     buffer = Buffer(world())
     for call in (buffer.internode_combine, buffer.internode_dispatch):
@@ -473,7 +457,6 @@ def test_what_is_not_there_names_what_to_use() -> None:
             call(None, num_worst_tokens=4)
 
 
-@pytest.mark.ranks(2)
 def test_arguments_of_branches_are_accepted_where_they_are_off() -> None:
     buffer = Buffer(world(), low_latency_mode=True, use_fabric=True)
     batch = Batch(buffer.rank, (32, 2, 4))
@@ -508,26 +491,3 @@ def test_events_work_where_there_is_no_cuda() -> None:
         assert captured.event is not None
     with pytest.raises(AssertionError, match="async_finish or capture"):
         EventOverlap().current_stream_wait()
-
-
-PROGRAM = """
-import torch
-import torch.distributed as dist
-from epcomm.integrations.deep_ep import Buffer
-
-dist.init_process_group("gloo")
-buffer = Buffer(dist.group.WORLD, low_latency_mode=True)
-x, ids = torch.ones(2, 32).bfloat16(), torch.tensor([[0, 1], [2, 3]])
-buffer.low_latency_dispatch(x, ids, 4, 4, use_fp8=False)
-"""
-
-
-@pytest.mark.slow
-def test_a_program_that_destroys_nothing_ends(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM, "utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(program)], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr

@@ -177,9 +177,7 @@ GATED: dict[str, Callable[[], nn.Module]] = {
 UNGATED = partial(BLOCKS["deepseek_v3"], norm_topk_prob=False, n_group=1, topk_group=1)
 
 
-def block_with_router(
-    router: str, make: Callable[[], nn.Module], group: EPGroup
-) -> ExpertParallelMoE:
+def routed_block(router: str, make: Callable[[], nn.Module], group: EPGroup) -> ExpertParallelMoE:
     config = EPConfig(router=router)
     return ExpertParallelMoE.from_transformers(make().to(group.device), group, config)
 
@@ -189,8 +187,8 @@ def test_block_that_the_gating_operator_routes_equals_the_reference(name: str) -
     registry.register()
     with EPGroup() as group, limits.soc("A3"):
         x = tokens(group.rank, group.device)
-        reference = block_with_router("reference", GATED[name], group)
-        moe = block_with_router("ascend", GATED[name], group)
+        reference = routed_block("reference", GATED[name], group)
+        moe = routed_block("ascend", GATED[name], group)
         assert moe.explain().splitlines() == [
             *reference.explain().splitlines(),
             "routing by npu_moe_gating_top_k, with gradients by the reference",
@@ -223,10 +221,10 @@ def test_routing_that_the_operator_cannot_say_is_the_references() -> None:
     registry.register()
     with EPGroup() as group, limits.soc("A3"), torch.no_grad():
         x = tokens(group.rank, group.device)
-        moe = block_with_router("ascend", UNGATED, group)
+        moe = routed_block("ascend", UNGATED, group)
         with expect_gating_calls(0):
             y = moe(x)
-        assert torch.equal(y, block_with_router("auto", UNGATED, group)(x))
+        assert torch.equal(y, routed_block("auto", UNGATED, group)(x))
         assert moe.explain().splitlines()[-1] == (
             "routing by the reference: npu_moe_gating_top_k always renormalises sigmoid weights"
         )
@@ -239,8 +237,8 @@ def test_router_that_is_not_there_says_what_to_import(
     monkeypatch.setattr("epcomm.routing.ascend_gating.OPERATOR", "npu_gating_of_no_version")
     message = f"not on {group.device.type}; import torch_npu first, .*{group.where}"
     with pytest.raises(BackendUnavailable, match=message):
-        block_with_router("ascend", BLOCKS["afmoe"], group)
-    assert block_with_router("auto", BLOCKS["afmoe"], group).routing.top_k
+        routed_block("ascend", BLOCKS["afmoe"], group)
+    assert routed_block("auto", BLOCKS["afmoe"], group).routing.top_k
 
 
 def test_missing_part_and_another_top_k_are_named(group: EPGroup) -> None:

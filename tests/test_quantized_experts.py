@@ -5,14 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epcomm import (
-    ConfigError,
-    EPConfig,
-    EPGroup,
-    ExpertParallelExperts,
-    ScaleDtype,
-    WireDtype,
-)
+from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelExperts, ScaleDtype, WireDtype
 from epcomm.records import DispatchOutput
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import BatchSpec, RankBatch, make_batch, make_weights
@@ -230,9 +223,7 @@ def test_scales_come_as_the_runner_reads_them(
             assert str(layout).startswith("column-major") == (runner == "deep_gemm")
 
 
-def test_capacity_of_deep_ep_v1_is_whole_tiles_of_deep_gemm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_capacity_of_v1_is_whole_tiles_of_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send 36 rows to one expert; without whole tiles a tile of 128 would overwrite the next."""
     fake_deep_gemm.install(monkeypatch)
     monkeypatch.setattr(strict_buffer, "_check_torch_deterministic", lambda: None)

@@ -79,12 +79,11 @@ def _block() -> torch.nn.Module:
 def _saved_model(group: EPGroup, folder: Path) -> Path:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from tests.cases.blocks import EXPERTS, SIZES
+    from tests.cases.blocks import EXPERTS, MODEL_SIZES, SIZES
 
-    sizes: dict[str, Any] = {**SIZES, **EXPERTS, "vocab_size": 32, "num_hidden_layers": 1}
-    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    sizes: dict[str, Any] = {**SIZES, **EXPERTS, **MODEL_SIZES, "num_hidden_layers": 1}
     if group.rank == 0:
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads)).save_pretrained(folder)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(folder)
     dist.barrier()
     return folder
 

@@ -28,13 +28,18 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env=WIDE)
 
 
-def test_plan_prints_choice_rejections_memory_and_limits() -> None:
-    result = run("plan", *LAYER, "--max-tokens", "16", "--intermediate-size", "32")
+def printed(*arguments: str) -> str:
+    result = run(*arguments)
     assert result.exit_code == 0, result.output
-    assert "8 experts on 4 ranks, 2 each; hidden size 64, top 2, bf16" in result.stdout
+    return result.stdout
+
+
+def test_plan_prints_choice_rejections_memory_and_limits() -> None:
+    text = printed("plan", *LAYER, "--max-tokens", "16", "--intermediate-size", "32")
+    assert "8 experts on 4 ranks, 2 each; hidden size 64, top 2, bf16" in text
     spec, config = MoESpec(hidden_size=64, num_experts=8, top_k=2), EPConfig(max_tokens_per_rank=16)
     chosen = plan(config, spec, world_size=4)
-    assert result.stdout.endswith(f"bf16\n{chosen.explain()}\nrunner grouped_mm\n")
+    assert text.endswith(f"bf16\n{chosen.explain()}\nrunner grouped_mm\n")
 
 
 @pytest.mark.parametrize(
@@ -62,16 +67,13 @@ def test_refused_plan_ends_with_one_sentence_and_1(arguments: list[str], message
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_fuseep_shows_every_operator_with_its_limits_and_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fuseep_shows_operators_with_limits_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_BUFFSIZE", "200")
-    result = run("plan", *FUSEEP, "--max-tokens", "512")
-    assert result.exit_code == 0, result.output
-    assert "mode fuseep on backend fuseep_reference" in result.stdout
-    assert WINDOW_REASON in result.stdout
+    text = printed("plan", *FUSEEP, "--max-tokens", "512")
+    assert "mode fuseep on backend fuseep_reference" in text
+    assert WINDOW_REASON in text
     operators = ("mega_moe", "fused_deep_moe", "dispatch_ffn_combine", "fuseep_reference")
-    lines = [line for line in result.stdout.splitlines() if line.startswith(operators)]
+    lines = [line for line in text.splitlines() if line.startswith(operators)]
     rows = ["at most 4096", "at most 256", "at most 256", "no limit"]
     for line, name, most in zip(lines, operators, rows, strict=True):
         assert line.startswith(f"{name}: chip ")
@@ -128,10 +130,9 @@ MODELS = {
 def test_model_file_gives_the_layer(text: str, shape: str, runner: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
-    result = run("plan", "--model", str(path))
-    assert result.exit_code == 0, result.output
-    assert shape in result.stdout
-    assert f"runner {runner}\n" in result.stdout
+    plan_of_model = printed("plan", "--model", str(path))
+    assert shape in plan_of_model
+    assert f"runner {runner}\n" in plan_of_model
 
 
 def test_option_wins_over_the_model_file(tmp_path: Path) -> None:
@@ -147,9 +148,7 @@ def test_backend_built_from_source_is_assumed_to_be_installed_if_it_is_named() -
     assert "on backend deep_ep_v1 " in named.stdout
 
 
-def test_plan_is_of_the_physical_experts_and_shows_the_memory_of_moving_them(
-    tmp_path: Path,
-) -> None:
+def test_plan_is_of_physical_experts_and_shows_the_memory_of_moving_them(tmp_path: Path) -> None:
     path = tmp_path / "settings.json"
     path.write_text(json.dumps({"redundant_experts": 4}))
     words = ["plan", *LAYER, "--config", str(path)]
@@ -171,26 +170,19 @@ def test_plan_is_of_the_physical_experts_and_shows_the_memory_of_moving_them(
 
 def test_json_holds_what_explain_tells() -> None:
     words = [*LAYER, "--max-tokens", "16", "--intermediate-size", "32", "--device", "cpu"]
-    result = run("plan", *words, "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = json.loads(printed("plan", *words, "--json"))
     assert list(found) == [
         *("version", "layer", "assumed", "phases", "decode_lacks", "runner", "rejected_runners"),
         "rebalance",
     ]
     assert found["rebalance"] is None
-    assert found["layer"] == {
-        "hidden_size": 64,
-        "num_experts": 8,
-        "top_k": 2,
-        "dtype": "bf16",
-        "ranks": 4,
-    }
+    sizes = {"hidden_size": 64, "num_experts": 8, "top_k": 2}
+    assert found["layer"] == {**sizes, "dtype": "bf16", "ranks": 4}
     assert found["runner"] == "grouped_mm"
     assert found["assumed"][0] == "4 ranks on 1 host of cpu, at most 4 a host"
-    spec = MoESpec(hidden_size=64, num_experts=8, top_k=2)
-    config = EPConfig(max_tokens_per_rank=16)
-    chosen = plan(config, spec, world_size=4, machine=DEVICES["cpu"])
+    chosen = plan(
+        EPConfig(max_tokens_per_rank=16), MoESpec(**sizes), world_size=4, machine=DEVICES["cpu"]
+    )
     assert list(found["phases"]) == ["prefill and training", "decode"]
     for name, phase in chosen.phases().items():
         told = found["phases"][name]
@@ -209,9 +201,7 @@ def test_version_is_that_of_the_distribution() -> None:
 
 
 def test_no_command_prints_help() -> None:
-    result = run()
-    assert result.exit_code == 0
-    assert "doctor" in result.stdout
+    assert "doctor" in printed()
 
 
 @pytest.mark.parametrize(("mode", "num_rows"), [("normal", 1), ("low_latency", 2)])
@@ -250,9 +240,8 @@ def written(folder: Path) -> Path:
 
 
 def test_table_has_a_row_for_each_layer(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["load", str(written(tmp_path))])
-    assert done.exit_code == 0, done.output
-    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.strip()}
+    lines = printed("load", str(written(tmp_path))).splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
     # 4 0 2 6: expert 3 has 6 of 12, and rank 1 has 8.
     assert rows["layers.0"] == ["2", "12", "3", "2.00", "1.33"]
     assert rows["layers.1"] == ["0", "0", "-", "1.00", "-"]
@@ -263,8 +252,7 @@ def test_table_has_a_row_for_each_layer(tmp_path: Path) -> None:
 def test_heatmap_is_drawn_or_one_line_says_why_not(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     good, picture = str(written(tmp_path)), tmp_path / "load.svg"
-    done = CliRunner().invoke(app, ["load", good, "--plot", str(picture)])
-    assert done.exit_code == 0, done.output
+    printed("load", good, "--plot", str(picture))
     assert "<svg" in picture.read_text("utf-8")
     empty = tmp_path / "empty.json"
     empty.write_text(ExpertLoad(num_ranks=2, windows_by_layer={}).as_json())

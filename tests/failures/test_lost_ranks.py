@@ -164,9 +164,7 @@ def test_survivors_name_phase_call_and_lost_ranks_in_time(run: Played) -> None:
         assert outcome.elapsed_s <= scenario.timeout_s + NAMING_LIMIT_S + starved_s
 
 
-def test_single_killed_rank_is_named_without_waiting_for_the_deadline(
-    played: dict[str, Played],
-) -> None:
+def test_killed_rank_is_named_without_waiting_for_the_deadline(played: dict[str, Played]) -> None:
     for name, run in played.items():
         if run.scenario.has_news:
             for rank in run.scenario.survivors:

@@ -65,9 +65,7 @@ def holed(rank: int, num_tokens: int) -> tuple[torch.Tensor, TopKOutput]:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_every_rank_makes_as_many_calls(
-    name: str, calls: list[dict[str, Any]], group: EPGroup
-) -> None:
+def test_every_rank_calls_as_often(name: str, calls: list[dict[str, Any]], group: EPGroup) -> None:
     with poisoned_memory():
         reference, layer = (make_layer(group, each) for each in ("fuseep_reference", name))
         assert isinstance(layer.path, FuseEPPath)
@@ -96,9 +94,7 @@ def test_every_rank_makes_as_many_calls(
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_bytes_are_those_of_the_plan(
-    name: str, calls: list[dict[str, Any]], group: EPGroup
-) -> None:
+def test_bytes_are_those_of_a_plan(name: str, calls: list[dict[str, Any]], group: EPGroup) -> None:
     """All tokens of a full batch go to the other rank; a row budget does not change the bytes."""
     budget = None if name == "fused_deep_moe" else 50
     layer, (x, topk) = make_layer(group, name, max_recv_slots=budget), batch(group.rank, M)

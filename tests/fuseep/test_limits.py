@@ -29,6 +29,7 @@ SPEC = BufferSpec(
 )
 # Mode 1 needs 8 * 128 * 16 * 2048 * 4 B = 128 MiB of the 200 MiB that are the default.
 NOTHING: Mapping[str, str] = {}
+TWICE_I = "2 * intermediate_size"
 LARGE_WINDOW = {"HCCL_BUFFSIZE": "9000"}
 
 
@@ -70,14 +71,9 @@ def test_other_processors_are_refused(mode: str) -> None:
         ("hidden_size", 512, 496, "hidden_size is 496, expected 512 to 7168"),
         ("hidden_size", 7168, 7184, "hidden_size is 7184, expected 512 to 7168"),
         ("hidden_size", 2064, 2056, "hidden_size is 2056, expected a multiple of 16"),
-        ("intermediate_size", 512, 448, "2 * intermediate_size is 896, expected 1024 to 6144"),
-        ("intermediate_size", 3072, 3136, "2 * intermediate_size is 6272, expected 1024 to 6144"),
-        (
-            "intermediate_size",
-            832,
-            800,
-            "2 * intermediate_size is 1600, expected a multiple of 128",
-        ),
+        ("intermediate_size", 512, 448, f"{TWICE_I} is 896, expected 1024 to 6144"),
+        ("intermediate_size", 3072, 3136, f"{TWICE_I} is 6272, expected 1024 to 6144"),
+        ("intermediate_size", 832, 800, f"{TWICE_I} is 1600, expected a multiple of 128"),
         ("top_k", 12, 13, "top_k is 13, at most 12"),
         ("num_local_experts", 24, 25, "num_local_experts is 25, at most 24"),
     ],

@@ -23,12 +23,7 @@ MODES = {"mode_1": FusedDeepMoEWeights, "mode_2": DispatchFFNCombineWeights}
 KINDS = tuple(MODES.values())
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 # The golden file's names of the fields.
-GOLDEN_NAMES = {
-    "w13": "gate_up_proj",
-    "s13": "gate_up_scale",
-    "w2": "down_proj",
-    "s2": "down_scale",
-}
+FIELDS = {"w13": "gate_up_proj", "s13": "gate_up_scale", "w2": "down_proj", "s2": "down_scale"}
 
 
 def permutation(num_columns: int) -> Tensor:
@@ -62,7 +57,7 @@ def random_weights(num_experts: int, hidden: int, inner: int, seed: int = 0) -> 
 
 def bytes_of(weights: Int8ChannelWeights | Packed) -> list[Tensor]:
     """Return every tensor as bytes, so that NaN equals itself."""
-    tensors = [getattr(weights, name) for name in GOLDEN_NAMES.values()]
+    tensors = [getattr(weights, name) for name in FIELDS.values()]
     return [tensor.contiguous().view(torch.uint8).clone() for tensor in tensors]
 
 
@@ -81,10 +76,10 @@ def test_packed_weights_are_the_golden_ones(case: dict) -> None:
     assert_golden(weights.down_scale.unsqueeze(2), checkpoint["s2"])
     for mode, kind in MODES.items():
         packed = kind.pack(weights)
-        for name, field in GOLDEN_NAMES.items():
+        for name, field in FIELDS.items():
             assert_golden(values(getattr(packed, field)), case[mode][name])
         for name in ("w13", "w2"):
-            matrices = values(getattr(packed, GOLDEN_NAMES[name]))
+            matrices = values(getattr(packed, FIELDS[name]))
             assert_golden(nz_pack(matrices), case[mode][f"{name}_nz_storage"])
 
 

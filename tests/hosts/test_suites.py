@@ -24,9 +24,7 @@ LAYERS = {
 
 
 def hosts_of(group: EPGroup) -> HostLayout:
-    return HostLayout(
-        host_of_rank=tuple(rank // RANKS_PER_HOST for rank in range(group.world_size))
-    )
+    return HostLayout.of([rank // RANKS_PER_HOST for rank in range(group.world_size)])
 
 
 CASES = [

@@ -200,9 +200,7 @@ def check_training(kind: str, layout: str, mode: str, folder: Path) -> dict[str,
     alone = load_alone(kind, path)
     # FSDP takes the mean over batches.
     losses = [train(alone, ids) / len(parts) for ids in parts]
-    expected = {
-        name: p.grad / len(parts) for name, p in alone.named_parameters() if p.grad is not None
-    }
+    expected = {n: p.grad / len(parts) for n, p in alone.named_parameters() if p.grad is not None}
     with registered(EPConfig(mode=mode)) as registration:
         model = load(path, layout)
         loss = train(model, parts[part])
@@ -218,9 +216,7 @@ def check_training(kind: str, layout: str, mode: str, folder: Path) -> dict[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["own_batches", "one_batch"])
-def test_compiled_model_trains_like_the_eager_one(
-    layout: str, num_ranks: int, folder: Path
-) -> None:
+def test_compiled_model_trains_like_an_eager_one(layout: str, num_ranks: int, folder: Path) -> None:
     """Each rank compiles by itself, which takes it seconds; the eager model is tested on more."""
     path, parts = saved("qwen3_moe", folder), batches(layout)
     ids = parts[dist.get_rank() * len(parts) // num_ranks]
@@ -253,9 +249,7 @@ def test_rank_without_data_takes_part_in_training_by_an_idle_step(folder: Path) 
     alone.config.output_router_logits = True  # type: ignore[union-attr]
     for rank in busy:
         train(alone, parts[rank])
-    expected = {
-        name: p.grad / NUM_RANKS for name, p in alone.named_parameters() if p.grad is not None
-    }
+    expected = {n: p.grad / NUM_RANKS for n, p in alone.named_parameters() if p.grad is not None}
     with registered():
         model = load(path, "own_batches")
         # The loss of the router comes first in what the model returns, and passes by the experts.

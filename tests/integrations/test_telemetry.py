@@ -62,9 +62,7 @@ def test_range_is_of_nvtx_where_only_that_may_listen(monkeypatch: pytest.MonkeyP
     assert "epcomm::phase" in {event.key for event in profiler.key_averages()}
 
 
-def test_range_costs_no_record_function_where_nobody_listens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_range_costs_no_record_function_if_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_nvtx", None)
     monkeypatch.delattr(profiling, "record_function")
     assert ranged("phase")(lambda: 3)() == 3

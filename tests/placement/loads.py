@@ -16,6 +16,15 @@ def zipf(num_experts: int, seed: int, exponent: float) -> list[float]:
     return [1e6 / (place + 1) ** exponent for place in order]
 
 
+def drawn(num_experts: int) -> dict[str, list[float]]:
+    """Return the loads that are drawn, by name."""
+    return {
+        "uniform": uniform(num_experts, seed=1),
+        "zipf_1.0": zipf(num_experts, seed=2, exponent=1.0),
+        "zipf_1.5": zipf(num_experts, seed=3, exponent=1.5),
+    }
+
+
 def of_text(text: str, num_experts: int, top_k: int) -> list[float]:
     """Count the words of a text by expert; the router chooses experts by the word only."""
     loads = [0.0] * num_experts

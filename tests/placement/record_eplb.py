@@ -36,13 +36,8 @@ def main() -> None:
     text = "\n".join(path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
     cases = []
     for experts, redundant, ranks, hosts, groups in SIZES:
-        named = {
-            "uniform": loads.uniform(experts, seed=1),
-            "zipf_1.0": loads.zipf(experts, seed=2, exponent=1.0),
-            "zipf_1.5": loads.zipf(experts, seed=3, exponent=1.5),
-            "text": loads.of_text(text, experts, top_k=min(8, experts // 2)),
-        }
-        for name, load in named.items():
+        of_text = loads.of_text(text, experts, top_k=min(8, experts // 2))
+        for name, load in (loads.drawn(experts) | {"text": of_text}).items():
             placed, _, copies = eplb.rebalance_experts(
                 torch.tensor([load]), experts + redundant, groups, hosts, ranks, groups > 1
             )

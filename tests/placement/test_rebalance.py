@@ -140,9 +140,7 @@ def test_bad_moves_are_refused_on_all_ranks_and_move_nothing(group: EPGroup) -> 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("averages", ["multi_avg_fn", "avg_fn"])
-def test_average_of_a_layer_is_refused_until_it_has_moved_too(
-    averages: str, group: EPGroup
-) -> None:
+def test_average_of_a_layer_is_refused_until_it_moves_too(averages: str, group: EPGroup) -> None:
     layer = placed_layer(group, config_of(2)).layer
     make = {"multi_avg_fn": get_ema_multi_avg_fn, "avg_fn": get_ema_avg_fn}[averages]
     average = AveragedModel(layer, **{averages: make(0.5)})

@@ -103,9 +103,7 @@ def test_gradients_of_four_copies_are_equal_to_the_bit() -> None:
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_training_goes_on_over_4_then_2_then_1_ranks_with_other_copies(
-    options: dict[str, bool],
-) -> None:
+def test_training_goes_on_over_4_2_and_1_ranks_with_other_copies(options: dict[str, bool]) -> None:
     losses: list[float] = []
     with shared_folder() as folder:
         for ep_size, num_redundant in ((4, 4), (2, 2), (4, None), (1, 0), (4, 8)):

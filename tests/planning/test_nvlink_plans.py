@@ -122,9 +122,7 @@ def test_a_plan_without_ranks_or_with_one_does_not_take_it(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("world_size", [30, 31])
-def test_low_latency_is_refused_to_more_ranks_than_its_waits_can_tell_apart(
-    world_size: int,
-) -> None:
+def test_low_latency_is_refused_to_more_ranks_than_waits_can_tell_apart(world_size: int) -> None:
     spec = MoESpec(hidden_size=16, num_experts=world_size, top_k=2)
     there = replace(DEVICES["h200"], ranks_per_host=world_size)
     chosen = plan(CONFIG, spec, world_size=world_size, machine=there)

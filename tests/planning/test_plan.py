@@ -160,9 +160,7 @@ UNALIGNED = "rejected runner grouped_mm: intermediate_size is 12, expected a mul
     ("intermediate_size", "runner", "rejected"),
     [(32, "grouped_mm", []), (12, "reference", [UNALIGNED])],
 )
-def test_weights_choose_the_runner(
-    intermediate_size: int, runner: str, rejected: list[str]
-) -> None:
+def test_weights_choose_a_runner(intermediate_size: int, runner: str, rejected: list[str]) -> None:
     chosen = plan(EPConfig(mode="normal"), SPEC, weights=weights(intermediate_size))
     assert chosen.runner == runner
     lines = chosen.explain().splitlines()

@@ -42,10 +42,7 @@ class Package:
         ({"dispatch": ("x",)}, None),
         ({"__init__": ("group", "low_latency_mode")}, "Package of the installed package has no "),
         ({"dispatch": ("x", "use_mxfp8")}, "Package.dispatch of the installed package has no "),
-        (
-            {"dispatch": ("quant_mode",)},
-            "Package.dispatch of the installed package requires x, which",
-        ),
+        ({"dispatch": ("quant_mode",)}, "Package.dispatch of the installed package requires x,"),
         ({"combine": ("x",)}, "the installed package has no Package.combine; install another"),
         ({"swallow": ("quant_mode",)}, "has no parameter quant_mode; install another"),
         ({"swallow": ()}, None),

@@ -1,6 +1,7 @@
 """One spec for each step of routing, and data without close scores."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,6 +51,10 @@ SPECS = {
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=[*SPECS])
 
 
+deepseek_v3 = partial(presets.deepseek_v3, top_k=8, routed_scaling_factor=2.5)
+lfm2_moe = partial(
+    presets.lfm2_moe, top_k=4, use_correction_bias=True, renormalize=True, routed_scaling_factor=1.0
+)
 # Every preset, for 32 experts, and settings of checkpoints that routers treat otherwise.
 PRESETS = {
     "mixtral": presets.mixtral(top_k=2),
@@ -62,30 +67,18 @@ PRESETS = {
     "gpt_oss": presets.gpt_oss(top_k=4),
     "minimax_m2": presets.minimax_m2(top_k=8),
     "afmoe": presets.afmoe(top_k=8, routed_scaling_factor=2.5),
-    "deepseek_v3": presets.deepseek_v3(
-        top_k=8, num_groups=8, topk_groups=4, routed_scaling_factor=2.5
-    ),
+    "deepseek_v3": deepseek_v3(num_groups=8, topk_groups=4),
     "ernie4_5_moe": presets.ernie4_5_moe(top_k=6),
-    "lfm2_moe": presets.lfm2_moe(
-        top_k=4, use_correction_bias=True, renormalize=True, routed_scaling_factor=1.5
-    ),
+    "lfm2_moe": lfm2_moe(routed_scaling_factor=1.5),
     "nemotron_h": presets.nemotron_h(
         top_k=6, num_groups=4, topk_groups=2, routed_scaling_factor=2.5
     ),
     "qwen2_moe renormalised": presets.qwen2_moe(top_k=4, renormalize=True),
     "deepseek_v2 greedy": presets.deepseek_v2(top_k=6, routed_scaling_factor=1.0),
-    "deepseek_v3 without groups": presets.deepseek_v3(
-        top_k=8, num_groups=1, topk_groups=1, routed_scaling_factor=2.5
-    ),
-    "deepseek_v3 not renormalised": presets.deepseek_v3(
-        top_k=8, num_groups=8, topk_groups=4, routed_scaling_factor=2.5, renormalize=False
-    ),
-    "lfm2_moe without bias": presets.lfm2_moe(
-        top_k=4, use_correction_bias=False, renormalize=True, routed_scaling_factor=1.0
-    ),
-    "lfm2_moe not renormalised": presets.lfm2_moe(
-        top_k=4, use_correction_bias=True, renormalize=False, routed_scaling_factor=1.0
-    ),
+    "deepseek_v3 without groups": deepseek_v3(num_groups=1, topk_groups=1),
+    "deepseek_v3 not renormalised": deepseek_v3(num_groups=8, topk_groups=4, renormalize=False),
+    "lfm2_moe without bias": lfm2_moe(use_correction_bias=False),
+    "lfm2_moe not renormalised": lfm2_moe(renormalize=False),
 }
 
 

@@ -107,9 +107,7 @@ def test_gate_leaves_float64_and_compiled_calls_to_the_reference(
 
 @pytest.mark.parametrize("router", [Router.AUTO, Router.REFERENCE])
 @pytest.mark.parametrize("spec", [SAID, UNSAID])
-def test_elsewhere_the_reference_routes_and_nobody_reads_why(
-    router: Router, spec: RoutingSpec
-) -> None:
+def test_elsewhere_the_reference_routes_without_a_reason(router: Router, spec: RoutingSpec) -> None:
     choice = choose(router, spec, CPU)
     assert choice.gate is None
     assert choice.explain() == ()
@@ -133,7 +131,7 @@ def test_operator_routes_what_it_can_say(router: Router, device: torch.device) -
         (Router.REFERENCE, "EPConfig.router asks for it"),
     ],
 )
-def test_npu_without_the_operator_routes_by_the_reference_and_says_why(
+def test_npu_without_operator_routes_by_the_reference_and_says_why(
     router: Router, why: str
 ) -> None:
     choice = choose(router, SAID, NPU)
@@ -143,9 +141,7 @@ def test_npu_without_the_operator_routes_by_the_reference_and_says_why(
 
 @pytest.mark.parametrize("spec", [SAID, UNSAID])
 @pytest.mark.parametrize("device", [CUDA, NPU])
-def test_operator_that_is_not_there_is_refused_by_name(
-    device: torch.device, spec: RoutingSpec
-) -> None:
+def test_missing_operator_is_refused_by_name(device: torch.device, spec: RoutingSpec) -> None:
     with pytest.raises(BackendUnavailable) as caught:
         choose(Router.ASCEND, spec, device)
     assert str(caught.value) == (

@@ -68,9 +68,7 @@ def test_sglang_has_shared_experts_in_the_last_columns() -> None:
     ],
     ids=["left", "right"],
 )
-def test_padded_batch_has_no_routes_in_its_padding(
-    mask: list[list[int]], expected: list[int]
-) -> None:
+def test_padded_batch_has_no_routes_in_padding(mask: list[list[int]], expected: list[int]) -> None:
     routes = [
         torch.arange(10 * number, 10 * number + length, dtype=torch.int16).view(-1, 1, 1)
         for number, length in enumerate((3, 1, 2))

@@ -25,9 +25,7 @@ FLOAT32_RTOL = 1e-6
 
 @every_spec
 @pytest.mark.parametrize("with_nan", [False, True], ids=["finite", "nan"])
-def test_route_equals_the_oracle_in_ids_order_and_weights(
-    spec: RoutingSpec, with_nan: bool
-) -> None:
+def test_route_equals_the_oracle_in_ids_and_weights(spec: RoutingSpec, with_nan: bool) -> None:
     """Experts whose logit is NaN rank last, and do not touch the others."""
     logits = spread_logits(64, 16)
     bias = bias_for(spec, 16)
@@ -94,9 +92,7 @@ def test_dropped_expert_that_stands_in_for_nan_weighs_zero(order: str, fill: str
 @pytest.mark.parametrize("order", ["before_topk", "after_topk"])
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("value", [NAN, -INF])
-def test_row_without_a_finite_logit_weighs_zero(
-    order: str, renormalize: bool, value: float
-) -> None:
+def test_row_without_finite_logits_weighs_zero(order: str, renormalize: bool, value: float) -> None:
     spec = RoutingSpec(top_k=4, softmax_order=order, renormalize=renormalize)
     topk = route(torch.full((1, 6), value), spec)
     assert topk.topk_ids.tolist() == [[0, 1, 2, 3]]

@@ -81,9 +81,8 @@ class Plain(nn.Module):
         self.layers = nn.ModuleList()
         for index in range(NUM_LAYERS):
             dense = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
-            dense.weight.data = torch.randn(
-                HIDDEN, HIDDEN, generator=generator, dtype=torch.float64
-            )
+            weight = torch.randn(HIDDEN, HIDDEN, generator=generator, dtype=torch.float64)
+            dense.weight.data = weight
             dense.bias.data.zero_()
             self.layers.append(PlainMoE(generator) if index in MOE_LAYERS else dense)
 
@@ -315,9 +314,7 @@ def test_recorded_routes_are_replayed_after_the_router_has_changed(group: EPGrou
         assert len(ids) == 0 or not torch.equal(gate.live_topk_ids, ids)
 
 
-def test_experts_that_were_moved_and_copied_are_replayed_by_the_ids_of_the_model(
-    group: EPGroup,
-) -> None:
+def test_experts_moved_and_copied_are_replayed_by_the_ids_of_the_model(group: EPGroup) -> None:
     expected, _ = expected_gradients()
     config = EPConfig(mode="normal", redundant_experts=2)
     model, batches = Model(Plain(), group, config), batches_of(group.rank)
@@ -396,11 +393,8 @@ def test_layer_takes_ids_from_its_caller(group: EPGroup) -> None:
         replay_routes(moe, ids.unsqueeze(1)),
     ):
         moe(x, topk_ids=ids)
-    raises_everywhere(
-        group,
-        partial(moe, x, topk_ids=ids if group.rank else ids + 4),
-        "topk_ids out of range|topk_ids",
-    )
+    wrong = partial(moe, x, topk_ids=ids if group.rank else ids + 4)
+    raises_everywhere(group, wrong, "topk_ids out of range|topk_ids")
     moe(x)
 
 
@@ -443,10 +437,9 @@ def test_bad_routes_of_one_rank_are_refused_on_all(name: str, group: EPGroup) ->
 
 def test_context_inside_another_one_is_refused(group: EPGroup) -> None:
     model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 4)
+    again = partial(enter, model, batch.routes)
     with replay_routes(model, batch.routes):
-        raises_everywhere(
-            group, partial(enter, model, batch.routes), "inside another replay_routes"
-        )
+        raises_everywhere(group, again, "inside another replay_routes")
         model(batch.x)
 
 

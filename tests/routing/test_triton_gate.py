@@ -194,7 +194,7 @@ def logits_of(num_tokens: int) -> Tensor:
 
 @pytest.mark.parametrize("router", [Router.TRITON, Router.REFERENCE])
 def test_load_and_replicas_follow_from_the_logical_experts(router: Router) -> None:
-    choice = choose_router(router, SPEC, num_experts=NUM_EXPERTS, device=DEVICE, where="rank 0")
+    choice = choose_router(router, SPEC, num_experts=NUM_EXPERTS, device=DEVICE, where="")
     table, load = table_of(counts_calls=True), empty_load()
     expected: Counter[int] = Counter()
     # 6000 tokens are more than one program has, so several would count the call; a call without
@@ -213,9 +213,7 @@ def test_load_and_replicas_follow_from_the_logical_experts(router: Router) -> No
 
 
 def test_scores_load_and_replicas_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = choose_router(
-        Router.TRITON, SPEC, num_experts=NUM_EXPERTS, device=DEVICE, where="rank 0"
-    )
+    choice = choose_router(Router.TRITON, SPEC, num_experts=NUM_EXPERTS, device=DEVICE, where="")
     logits, table, load = logits_of(5), table_of(counts_calls=True), empty_load()
     launches: list[object] = []
     monkeypatch.setattr(gate, "launch", lambda kernel, *_, **__: launches.append(kernel))

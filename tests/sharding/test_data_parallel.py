@@ -73,9 +73,7 @@ def test_data_parallelism_over_different_experts_is_refused(
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_experts_over_the_ranks_of_fsdp_are_refused_by_torch_and_may_be_left_out(
-    group: EPGroup,
-) -> None:
+def test_experts_over_fsdp_ranks_are_refused_by_torch_and_may_be_left_out(group: EPGroup) -> None:
     # docs/troubleshooting.md quotes this message.
     text = "value was None when it should not be|Cannot concatenate"
     with pytest.raises((RuntimeError, TypeError), match=text):

@@ -32,15 +32,13 @@ NUM_STEPS = 3
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
-    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
-    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
-    "adafactor-foreach": lambda parameters: torch.optim.Adafactor(
-        parameters, lr=0.01, foreach=True
-    ),
-    "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.01),
+    "adamw": lambda given: torch.optim.AdamW(given, lr=0.01),
+    "adamw-foreach": lambda given: torch.optim.AdamW(given, lr=0.01, foreach=True),
+    "adamw-fused": lambda given: torch.optim.AdamW(given, lr=0.01, fused=True),
+    "sgd": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9, foreach=True),
+    "adafactor": lambda given: torch.optim.Adafactor(given, lr=0.01),
+    "adafactor-foreach": lambda given: torch.optim.Adafactor(given, lr=0.01, foreach=True),
+    "rprop": lambda given: torch.optim.Rprop(given, lr=0.01),
 }
 
 
@@ -329,9 +327,7 @@ DRAWS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.filterwarnings("error")
-def test_random_numbers_are_those_of_one_process_that_draws_expert_by_expert(
-    group: EPGroup,
-) -> None:
+def test_random_numbers_are_those_of_a_process_that_draws_expert_by_expert(group: EPGroup) -> None:
     parameter = some_parameter(group, "gate_up_proj")
     # On a CPU torch draws experts of this size one after the other from a whole tensor, too.
     whole = torch.empty(parameter.shape)

@@ -59,9 +59,7 @@ def test_experts_written_one_by_one_are_kept(way: str, group: EPGroup) -> None:
             assert torch.equal(parameter[expert], values[expert]), "a rank reads others' experts"
 
 
-def test_one_expert_is_sent_by_its_rank_alone(
-    monkeypatch: pytest.MonkeyPatch, group: EPGroup
-) -> None:
+def test_expert_is_sent_by_its_rank_alone(monkeypatch: pytest.MonkeyPatch, group: EPGroup) -> None:
     with torch.no_grad():
         parameter = some_parameter(group)
         values = expected_values(parameter)

@@ -166,9 +166,7 @@ def test_parts_and_gradients_of_ranks_add_up_to_those_of_one_process(group: EPGr
     [pytest.param(False, marks=pytest.mark.slow), True],
     ids=["kept", "checkpointed"],
 )
-def test_losses_of_watched_gates_train_like_one_process(
-    is_checkpointed: bool, group: EPGroup
-) -> None:
+def test_losses_of_gates_train_like_one_process(is_checkpointed: bool, group: EPGroup) -> None:
     from tests.training.test_gradients import NUM_RANKS, TinyModel, check, spread, tokens
 
     alone, seen = TinyModel(), []

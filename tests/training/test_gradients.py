@@ -279,9 +279,7 @@ def test_idle_step_beside_ranks_that_train_the_head_alone(group: EPGroup) -> Non
 
 
 @pytest.mark.ranks(1, slow=(2,))
-def test_compiled_model_breaks_its_graph_once_at_the_experts(
-    num_ranks: int, group: EPGroup
-) -> None:
+def test_compiled_model_breaks_its_graph_once_at_experts(num_ranks: int, group: EPGroup) -> None:
     """Each rank compiles, which takes seconds, so there are few ranks."""
     placed = EPConfig(redundant_experts=2, record_load=True)
     config = EPConfig() if num_ranks == 1 else placed

@@ -278,9 +278,7 @@ SHARED: dict[str, tuple[type[QuantizedWeights], ScaleDtype, tuple[int | slice, .
 
 @pytest.mark.parametrize("case", SHARED)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_value_that_is_not_finite_makes_all_nan_that_share_its_scale(
-    value: float, case: str
-) -> None:
+def test_value_that_is_not_finite_makes_all_of_its_scale_nan(value: float, case: str) -> None:
     (kind, scales, shared), weights = SHARED[case], plain()
     broken = weights.gate_up_proj.detach().clone()
     broken[1, 130, 5] = value

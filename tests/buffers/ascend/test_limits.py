@@ -388,9 +388,7 @@ def test_a_bf16_draft_beside_an_int8_model_on_one_group(
 @pytest.mark.parametrize("backend", BOTH)
 def test_a_rank_without_tokens_sends_one_to_itself(backend: str) -> None:
     """Releases of the package keep in their Buffer that the newest batch was empty."""
-    empty = TopKOutput(
-        topk_ids=torch.empty(0, 2, dtype=torch.int64), topk_weights=torch.empty(0, 2)
-    )
+    empty = TopKOutput(topk_ids=torch.empty(0, 2).long(), topk_weights=torch.empty(0, 2))
     with recorded_calls(backend) as (group, _, seen):
         dispatcher = DISPATCHERS[backend](group, LAYER, config_of(backend))
         mine = [empty, topk_of([[1, 6]])]

@@ -58,9 +58,7 @@ def test_buffer_keeps_its_contract(scenario: str, backend: str, group: EPGroup) 
 
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("backend", MODES)
-def test_rows_of_four_bits_and_quantised_sums_keep_the_contract(
-    backend: str, group: EPGroup
-) -> None:
+def test_four_bit_rows_and_quantised_sums_keep_the_contract(backend: str, group: EPGroup) -> None:
     wire, combine = (WireFormat(dtype=dtype) for dtype in (WireDtype.NVFP4, WireDtype.MXFP8))
     env = replace(env_of(group, backend), wire=wire, combine=combine)
     if combine.dtype in env.caps.backward_dtypes:

@@ -113,9 +113,7 @@ def test_low_latency_of_v1_refuses_rows_that_are_quantised_already() -> None:
         assert isinstance(out, MaskedDispatchOutput)
         y = dispatcher.combine(out.combine_input(torch.zeros(out.hidden_states.data.shape)))
         assert y.isnan().all()
-        with pytest.raises(
-            ShapeError, match="expected a tensor, because kernels of deep_ep_v1 quant"
-        ):
+        with pytest.raises(ShapeError, match="expected a tensor, because kernels of deep_ep_v1"):
             dispatcher.check()
 
 

@@ -234,12 +234,7 @@ def config_of(backend: str, **changes: object) -> EPConfig:
 
 LOW_LATENCY = ("DeepEPV1LowLatencyBuffer", "DeepEPV2LowLatencyBuffer")
 MISSING: list[tuple[MoESpec, Mapping[str, object], str, tuple[str, ...]]] = [
-    (
-        LAYER,
-        {"dispatch_dtype": WireDtype.INT8},
-        "carries ['bf16', 'fp8_e4m3'], not int8",
-        tuple(CASES),
-    ),
+    (LAYER, {"dispatch_dtype": "int8"}, "carries ['bf16', 'fp8_e4m3'], not int8", tuple(CASES)),
     (replace(LAYER, num_experts=48, top_k=33), {}, "top_k is 33, at most", tuple(CASES)),
     (
         LAYER,

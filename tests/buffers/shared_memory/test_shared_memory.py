@@ -68,9 +68,7 @@ def full(file: int, start: int, num_bytes: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_rank_without_room_is_named_on_all(
-    monkeypatch: pytest.MonkeyPatch, group: EPGroup
-) -> None:
+def test_rank_without_room_is_named_on_all(monkeypatch: pytest.MonkeyPatch, group: EPGroup) -> None:
     if group.rank == 1:
         monkeypatch.setattr(host_memory.os, "posix_fallocate", full)
     wanted = r"rank 1: \d+ B of shared memory: No space left"

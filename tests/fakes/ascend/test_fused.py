@@ -121,9 +121,7 @@ RULES = {MODE1: BOTH | ONE, MODE2: BOTH | TWO}
 
 
 @MODES
-def test_what_one_rank_refuses_all_refuse_and_then_compute_the_recorded_layer(
-    mode: FuseMode,
-) -> None:
+def test_what_one_rank_refuses_all_refuse_and_then_compute_a_recorded_layer(mode: FuseMode) -> None:
     buffer, call = buffer_of_all(), my_call(mode)
     for rule, change in RULES[mode].items():
         if dist.get_rank() == 1:

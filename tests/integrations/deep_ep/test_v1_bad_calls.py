@@ -122,11 +122,7 @@ LOW_LATENCY_DISPATCH: dict[str, Case] = {
     **spoilt("x", "topk_idx"),
     **cases_of_ids(T),
     "hidden_others": DISPATCH["hidden_others"],
-    "experts_no_multiple": (
-        {"num_experts": 5},
-        ShapeError,
-        "num_experts is 5, expected a multiple",
-    ),
+    "experts_no_multiple": ({"num_experts": 5}, ShapeError, "num_experts is 5, expected a multip"),
     "experts_others": disagreeing("num_local_experts", 2, 4, num_experts=2 * E),
     "ids_repeated": (
         {"topk_idx": torch.zeros(T, K, dtype=torch.int64)},
@@ -244,7 +240,7 @@ def test_a_handle_of_another_buffer_or_before_its_hook_is_an_error_on_every_rank
 
 
 @pytest.mark.parametrize("function", ["combine", "dispatch along"])
-def test_a_handle_of_another_buffer_serves_where_all_ranks_pass_one(function: str) -> None:
+def test_a_handle_of_another_buffer_serves_if_all_ranks_pass_one(function: str) -> None:
     buffer, earlier = Buffer(world()), Buffer(world())
     make = CALLS[function][0]
     method, own, foreign = method_of(buffer, function), make(buffer), make(earlier)

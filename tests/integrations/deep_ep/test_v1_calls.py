@@ -215,7 +215,7 @@ def there_and_back(
 # Calls that are an error on every rank of GPUs.
 RAISED = (wrong_dtype, wrong_ids, wrong_ids_of_a_new_shape, unknown_top_k_of_a_new_shape)
 # Calls in which no host of a GPU reads what other ranks report: these receive NaN.
-ANSWERED_BY_NAN = (
+GIVES_NAN = (
     wrong_rows,
     wrong_cached_rows,
     too_wide_cached_rows,
@@ -227,7 +227,7 @@ ANSWERED_BY_NAN = (
 
 # On CPUs every host reads, and test_v1_bad_calls.py has the cases.
 @pytest.mark.parametrize("is_first_call", [False, True])
-@pytest.mark.parametrize("call", [*RAISED, *ANSWERED_BY_NAN] if on_gpus() else [wrong_rows])
+@pytest.mark.parametrize("call", [*RAISED, *GIVES_NAN] if on_gpus() else [wrong_rows])
 def test_what_one_rank_gets_wrong_is_reported_to_every_rank(
     call: Callable[[Buffer, Batch], Tensor], is_first_call: bool
 ) -> None:
@@ -238,9 +238,7 @@ def test_what_one_rank_gets_wrong_is_reported_to_every_rank(
         there_and_back(buffer, batch, batch.x, batch.weights)
     # A first call opens buffers, so every host reads.
     is_read = is_first_call and call in (wrong_dtype_of_low_latency, too_many_tokens)
-    check_reported(
-        call, buffer, batch, by_nan=on_gpus() and call in ANSWERED_BY_NAN and not is_read
-    )
+    check_reported(call, buffer, batch, by_nan=on_gpus() and call in GIVES_NAN and not is_read)
 
 
 def with_gradients(rank: int) -> Batch:

@@ -99,9 +99,7 @@ def test_scales_are_opaque_words_of_any_strides(is_col_major: bool, buffer: Elas
 
 
 @pytest.mark.parametrize(("do_expand", "do_cpu_sync"), [(True, False), (False, True)])
-def test_cached_routes_keep_every_row(
-    do_expand: bool, do_cpu_sync: bool, buffer: ElasticBuffer
-) -> None:
+def test_cached_routes_keep_rows(do_expand: bool, do_cpu_sync: bool, buffer: ElasticBuffer) -> None:
     first_x, first_idx, _, handle, _ = dispatch(
         buffer, do_expand=do_expand, do_cpu_sync=do_cpu_sync
     )

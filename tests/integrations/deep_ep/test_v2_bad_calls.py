@@ -143,7 +143,7 @@ def check_serves(buffer: ElasticBuffer, **options: Any) -> None:  # noqa: ANN401
 
 
 @pytest.mark.parametrize("do_cpu_sync", [True, False])
-@pytest.mark.parametrize("function", ["dispatch", "along", "combine", "combine_expanded"])
+@pytest.mark.parametrize("function", ["dispatch", "along", "combine", "expanded"])
 def test_a_wrong_call_is_an_error_on_every_rank(
     function: str, do_cpu_sync: bool, buffer: ElasticBuffer
 ) -> None:
@@ -153,11 +153,7 @@ def test_a_wrong_call_is_an_error_on_every_rank(
         "dispatch": (DISPATCHES, lambda: arguments_of(buffer, **options), dispatch),
         "along": (ALONG, lambda: along_of(buffer, state_of(buffer, **options)["handle"]), dispatch),
         "combine": (COMBINES, lambda: state_of(buffer, **options), combine),
-        "combine_expanded": (
-            COMBINES,
-            lambda: state_of(buffer, do_expand=True, **options),
-            combine,
-        ),
+        "expanded": (COMBINES, lambda: state_of(buffer, do_expand=True, **options), combine),
     }[function]
     check_serves(buffer, **options)
     check_cases(cases, make, call, lambda: check_serves(buffer, **options))
@@ -208,17 +204,14 @@ def test_combine_by_metadata(
 
 @pytest.mark.parametrize("do_cpu_sync", [True, False])
 def test_shapes_that_are_open_differ(do_cpu_sync: bool, buffer: ElasticBuffer) -> None:
-    usual = arguments_of(buffer, do_cpu_sync=do_cpu_sync)
+    own = arguments_of(buffer, do_cpu_sync=do_cpu_sync)
     for wrong, words in (
-        (
-            usual | {"x": narrow(usual["x"])},
-            "disagree on hidden_size: 256 on rank 0, 128 on rank 1",
-        ),
-        (usual | {LIMIT: 32}, "disagree on .*max_tokens_per_rank: 16 on rank 0, 32 on rank 1"),
+        (own | {"x": narrow(own["x"])}, "disagree on hidden_size: 256 on rank 0, 128 on rank 1"),
+        (own | {LIMIT: 32}, "disagree on .*max_tokens_per_rank: 16 on rank 0, 32 on rank 1"),
     ):
         buffer.dispatch(**wrong)
-        buffer.dispatch(**usual)
-        given = wrong if buffer.rank_idx == FAULTY else usual
+        buffer.dispatch(**own)
+        given = wrong if buffer.rank_idx == FAULTY else own
         check_refused(lambda given=given: buffer.dispatch(**given), ConfigError, words)
     check_serves(buffer, do_cpu_sync=do_cpu_sync)
 
@@ -235,9 +228,7 @@ def test_other_calls_are_an_error_of_their_order(buffer: ElasticBuffer) -> None:
     check_serves(buffer)
 
 
-def test_a_handle_of_another_buffer_serves_where_all_ranks_pass_one(
-    make_buffer: BufferMaker,
-) -> None:
+def test_a_handle_of_another_buffer_serves_if_all_ranks_pass_one(make_buffer: BufferMaker) -> None:
     buffer, earlier = make_buffer(), make_buffer()
     own, foreign = state_of(buffer), state_of(earlier)
     given = foreign if buffer.rank_idx == FAULTY else own

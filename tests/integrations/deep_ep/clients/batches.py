@@ -1,8 +1,10 @@
-"""A batch whose sums are exact in bfloat16, and a mixture of linear experts over it."""
+"""A batch whose sums are exact in bfloat16, and a mixture of linear experts over it; marks."""
 
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from typing import Self
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -52,3 +54,9 @@ class Batch:
         assert torch.equal(self.x.grad.float(), y.float())
         expected = self.factors() * (x * x).sum(1, keepdim=True)
         assert torch.equal(self.weights.grad, expected)
+
+
+def needs(distribution: str) -> pytest.MarkDecorator:
+    is_missing = not any(distributions(name=distribution))
+    reason = f"{distribution} is not installed; pip install --no-deps -r tests/clients.txt"
+    return pytest.mark.skipif(is_missing, reason=reason)

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.integrations.deep_ep.clients.batches import HIDDEN, NUM_EXPERTS, TOP_K, Batch
-from tests.integrations.deep_ep.clients.needs import needs
+from tests.integrations.deep_ep.clients.batches import HIDDEN, NUM_EXPERTS, TOP_K, Batch, needs
 from tests.integrations.deep_ep.devices import here
 from tests.integrations.deep_ep.v2_ranks import world
 

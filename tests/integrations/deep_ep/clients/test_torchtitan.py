@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.integrations.deep_ep.clients.batches import HIDDEN, NUM_EXPERTS, TOP_K, Batch
-from tests.integrations.deep_ep.clients.needs import needs
+from tests.integrations.deep_ep.clients.batches import HIDDEN, NUM_EXPERTS, TOP_K, Batch, needs
 from tests.integrations.deep_ep.devices import here, on_gpus
 
 NUM_RANKS = 2

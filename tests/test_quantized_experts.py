@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelExperts, ScaleDtype, WireDtype
-from epcomm.records import DispatchOutput
+from epcomm.records import DispatchOutput, MaskedDispatchOutput
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import BatchSpec, RankBatch, make_batch, make_weights
 from epcomm.testing.oracle import relative_error
@@ -232,5 +232,6 @@ def test_capacity_of_v1_is_whole_tiles_of_deep_gemm(monkeypatch: pytest.MonkeyPa
     with install("v1"), EPGroup() as group, torch.no_grad():
         num_slots = len(make_batch(spec, group.rank, 2).x) * spec.num_topk(2)
         for runner, _, out in run_as_deep_gemm(spec, group, config):
+            assert isinstance(out, MaskedDispatchOutput)
             assert out.hidden_states.data.shape[1] == (128 if runner == "deep_gemm" else 36)
             assert out.mean_tokens_per_expert == -(-num_slots // spec.num_local_experts)

@@ -70,7 +70,7 @@ def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             ranks.Ranks, "_choose", lambda self, service: buffer_class(CLASSES[service])
         )
-        monkeypatch.setattr(ranks.Ranks, "returns_slots", True)
+        monkeypatch.setattr(ranks.Ranks, "reads_faults", False)
 
 
 # An interpreter takes seconds for a slab, so not every format with every case.

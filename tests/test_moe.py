@@ -133,9 +133,7 @@ def test_stats_equal_numbers_counted_by_hand(group: EPGroup) -> None:
     assert EPStats().imbalance == 1.0
 
 
-def test_slots_of_padding_are_not_counted_as_work(
-    monkeypatch: pytest.MonkeyPatch, group: EPGroup
-) -> None:
+def test_slots_of_padding_are_not_counted(monkeypatch: pytest.MonkeyPatch, group: EPGroup) -> None:
     config = EPConfig(mode="normal", backend="collective", runner="grouped_mm")
     monkeypatch.setattr(GroupedMMRunner, "expert_alignment", 16)
     moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group, config)

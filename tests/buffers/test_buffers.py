@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from epcomm import EPGroup, Mode, WireDtype, WireFormat
-from epcomm.quantization import (
-    FP8_FLOAT32_SCALES,
-    FP8_POWER_OF_TWO_SCALES,
-    INT8_PER_TOKEN,
-)
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
 from epcomm.registry import buffer_class
 from epcomm.spec import HostLayout
 from epcomm.testing import buffer_suite

@@ -166,9 +166,7 @@ def test_deep_ep_is_whichever_is_here(
 
 
 @pytest.mark.parametrize("lacking", ["backends", "runners"])
-def test_a_machine_that_serves_nothing_has_exit_code_1(
-    lacking: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_that_serves_nothing_exits_1(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = replace(REPORT, **{lacking: (MISSING,)})
     monkeypatch.setattr(epcomm.cli.doctor, "doctor", lambda: bare)
     assert run("doctor").exit_code == 1

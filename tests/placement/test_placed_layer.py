@@ -92,9 +92,7 @@ SCENARIOS = [name for name in layer_suite.SCENARIOS if name != "interleaved"]
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("name", ["normal", "low_latency"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_layer_whose_experts_were_moved_equals_the_oracle(
-    scenario: str, name: str, group: EPGroup
-) -> None:
+def test_layer_of_moved_experts_equals_the_oracle(scenario: str, name: str, group: EPGroup) -> None:
 
     def moved(weights: ExpertWeights, top_k: int) -> ExpertParallelExperts:
         config = config_of(name, group.world_size)

@@ -227,9 +227,7 @@ def expect_works(group: EPGroup) -> None:
     assert torch.equal(dispatcher.combine(out.combine_input(rows)), x)
 
 
-def test_error_of_one_rank_is_told_to_the_others(
-    monkeypatch: pytest.MonkeyPatch, group: EPGroup
-) -> None:
+def test_error_of_one_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch, group: EPGroup) -> None:
     def fail(*_: object) -> candidates.Survey:
         raise ConfigError("plan: a file of this rank is broken")
 

@@ -406,9 +406,7 @@ def test_runner_that_does_not_read_the_wire_format_is_rejected_with_all_three(
     ]
 
 
-def test_backend_whose_layout_the_runner_does_not_read_is_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_backend_whose_layout_no_runner_reads_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReferenceRunner, "layouts", frozenset({Layout.MASKED}))
     with pytest.raises(ConfigError, match="returns rows, which runner reference does not read"):
         plan(EPConfig(mode="normal", runner="reference"), SPEC)

@@ -131,9 +131,7 @@ def test_operator_routes_what_it_can_say(router: Router, device: torch.device) -
         (Router.REFERENCE, "EPConfig.router asks for it"),
     ],
 )
-def test_npu_without_operator_routes_by_the_reference_and_says_why(
-    router: Router, why: str
-) -> None:
+def test_npu_without_operator_routes_by_reference_and_says_why(router: Router, why: str) -> None:
     choice = choose(router, SAID, NPU)
     assert choice.gate is None
     assert choice.explain() == (f"routing by the reference: {why}",)

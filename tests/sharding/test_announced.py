@@ -38,9 +38,7 @@ def parameter_of(model: OverRanks) -> Tensor:
 
 
 @pytest.mark.parametrize("name", COMMUNICATING)
-def test_anoperation_of_one_rank_is_named_on_all_and_the_group_goes_on(
-    name: str, group: EPGroup
-) -> None:
+def test_operation_of_one_rank_is_named_and_the_group_goes_on(name: str, group: EPGroup) -> None:
     model = OverRanks(group)
     loss = model(tokens(group.rank)).detach()
     expected = COMMUNICATING[name](parameter_of(model))

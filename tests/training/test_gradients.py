@@ -126,9 +126,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": in_ddp, "fsdp": 
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_expert_gradients_scaled_by_one_over_w_match_a_mean_over_ranks(
-    wrapper: str, group: EPGroup
-) -> None:
+def test_expert_gradients_scaled_by_one_over_w_match_a_mean(wrapper: str, group: EPGroup) -> None:
     model = spread(group)
     model.is_checkpointed = True
     wrapped = WRAPPERS[wrapper](model)
@@ -220,9 +218,7 @@ def test_idle_step_of_a_wrapped_model_wants_to_know_how_to_run_it(
 
 
 @pytest.mark.ranks(MORE_RANKS)
-def test_sum_of_gradients_is_bit_equal_on_all_ranks_and_counts_missing_ones_as_zero(
-    group: EPGroup,
-) -> None:
+def test_sum_of_gradients_is_bit_equal_on_all_and_counts_missing_ones_as_0(group: EPGroup) -> None:
     model = nn.Module()
     generator = torch.Generator().manual_seed(group.rank)
     shapes = {"a": (7,), "b": (2, 3), "c": (1,)}

@@ -252,7 +252,7 @@ def test_result_is_contiguous_whatever_was_quantised(kind: type[QuantizedWeights
 
 @every_kind
 @pytest.mark.parametrize(("hidden", "inner"), [(0, 128), (128, 0)])
-def test_experts_without_a_size_are_refused(
+def test_experts_of_no_size_are_refused(
     kind: type[QuantizedWeights], hidden: int, inner: int
 ) -> None:
     scale_shape = kind._scale_shape

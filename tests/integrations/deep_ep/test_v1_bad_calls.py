@@ -211,9 +211,7 @@ def test_wrong_ids_of_a_new_shape_are_an_error_where_hosts_compare_no_calls(case
 
 
 @pytest.mark.parametrize("with_hook", [False, True])
-def test_a_handle_of_another_buffer_or_before_its_hook_is_an_error_on_every_rank(
-    with_hook: bool,
-) -> None:
+def test_a_handle_of_another_buffer_or_before_its_hook_is_an_error_on_all(with_hook: bool) -> None:
     buffer, other = (Buffer(world(), low_latency_mode=True) for _ in range(2))
     arguments = low_latency_combine_arguments(buffer)
     foreign = low_latency_combine_arguments(other)["handle"]

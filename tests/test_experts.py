@@ -95,7 +95,7 @@ def test_layer_over_mpi_equals_the_oracle(scenario: str, config: str, ep_ranks: 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("scenario", "config"), cases_of("holes", "checkpointing"))
-def test_layer_with_quantized_dispatch_equals_the_oracle(
+def test_layer_with_quantized_rows_equals_oracle(
     scenario: str, config: str, group: EPGroup
 ) -> None:
     wire = WireDtype.INT8 if scenario == "holes" else WireDtype.FP8_E4M3
@@ -109,9 +109,7 @@ def test_layer_with_quantized_dispatch_equals_the_oracle(
 @pytest.mark.parametrize(
     "scenario", ["nowhere", "holes", "clamped_swiglu", "relu2_bias", "frozen_experts"]
 )
-def test_variant_equals_the_oracle(
-    scenario: str, config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variant_equals_oracle(scenario: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if config == "normal_aligned":
         monkeypatch.setattr(GroupedMMRunner, "expert_alignment", 8)
     run(scenario, config)

@@ -175,9 +175,7 @@ def check_gradients(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 
 @pytest.mark.parametrize(("kind", "layout", "mode"), CASES)
-def test_loaded_model_trains_like_one_process(
-    kind: str, layout: str, mode: str, folder: Path
-) -> None:
+def test_model_trains_like_one_process(kind: str, layout: str, mode: str, folder: Path) -> None:
     check_training(kind, layout, mode, folder)
 
 

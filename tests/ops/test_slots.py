@@ -163,9 +163,7 @@ def test_rows_that_are_no_member_are_never_read(dtype: torch.dtype, has_weights:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_weights", [False, True])
-def test_sums_have_the_bits_of_float32_sums_cast_once(
-    dtype: torch.dtype, has_weights: bool
-) -> None:
+def test_sums_have_bits_of_float32_sums_cast_once(dtype: torch.dtype, has_weights: bool) -> None:
     generator = torch.Generator().manual_seed(5)
     num_members = torch.randint(0, 6, (50,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), num_members.cumsum(0)])
@@ -224,9 +222,7 @@ def test_ids_of_other_ranks_become_holes(first_expert: int, expected: list[int])
 
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("num_rows", [0, 70])
-def test_experts_and_weights_of_rows_are_those_that_were_indexed(
-    num_rows: int, alignment: int
-) -> None:
+def test_experts_and_weights_of_rows_are_those_indexed(num_rows: int, alignment: int) -> None:
     # This rank has experts 3 to 5 of 6, and one of them gets no row.
     generator = torch.Generator().manual_seed(num_rows + alignment)
     ids = torch.randint(-1, 5, (num_rows, 3), generator=generator, dtype=torch.int32)

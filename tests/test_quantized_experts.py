@@ -151,11 +151,7 @@ ROUNDINGS = [
     Rounding("halves up", "int8", HALVES_UP, "int8/0", TRITON),
     Rounding("other rows", "nvfp4", "mxfp8", "mxfp8", {"dispatch_dtype": WireDtype.MXFP8}),
     Rounding(
-        "halves up on arrival",
-        "int8",
-        HALVES_UP,
-        "fp32",
-        {**TRITON, "dispatch_dtype": WireDtype.FP32},
+        "halves up on arrival", "int8", HALVES_UP, "fp32", {**TRITON, "dispatch_dtype": "fp32"}
     ),
 ]
 

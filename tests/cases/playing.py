@@ -245,11 +245,7 @@ def playing(
     kind: Kind, ranks: "dist.ProcessGroup | DeviceMesh | MPI.Comm | None" = None
 ) -> Iterator[Play]:
     """Open a separate group for one kind; `ranks` is what EPGroup takes."""
-    with (
-        EPGroup(ranks) as group,
-        EPGroup(ranks) as other_group,
-        torch.set_grad_enabled(kind.trains),
-    ):
+    with EPGroup(ranks) as group, EPGroup(ranks) as other, torch.set_grad_enabled(kind.trains):
         dispatcher = open_dispatcher(kind, group)
         source = 1 if kind.config.replicated else group.rank
         generator = torch.Generator().manual_seed(source)
@@ -269,7 +265,7 @@ def playing(
             x=x,
             topk=topk,
             spent=spent,
-            elsewhere=identity(open_dispatcher(kind, other_group).dispatch(x, topk)),
+            elsewhere=identity(open_dispatcher(kind, other).dispatch(x, topk)),
             out=dispatcher.dispatch(x, topk),
         )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epcomm.errors import EPError, HandleError, ShapeError
 from epcomm.integrations.deep_ep.checks import FLOAT32, Absent, Check
-from epcomm.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap
+from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.normal import (
     RowExchange,
     Rows,
@@ -318,7 +318,7 @@ class ElasticBuffer:
             ids = None if do_expand else positions.from_elements(handle.local_ids)
             made = [out.x, out.scales, ids, weights]
             self._finish(made, handle, positions, do_zero_padding=do_zero_padding)
-            event = call.event([rows.x, rows.scales, topk_idx, topk_weights, *made])
+            event = self._event(call, [rows.x, rows.scales, topk_idx, topk_weights], made)
         return out.as_given(), ids, weights, handle, event
 
     def combine(
@@ -381,7 +381,7 @@ class ElasticBuffer:
                 combined, weights = return_rows(exchange, elements, weights, sum_of_biases(biases))
             if handle.is_row is not None and ranks.reads_faults:
                 exchange.buffer.check()
-            event = call.event([x, topk_weights, *biases, combined, weights])
+            event = self._event(call, [x, topk_weights, *biases], [combined, weights])
         return combined, weights, event
 
     def _handle_of(self, request: DispatchRequest, arrived: Arrived) -> EPHandle:
@@ -404,6 +404,12 @@ class ElasticBuffer:
             x, scales, _, weights = made
             for tensor in (x, scales, weights):
                 positions.fill_padding(tensor)
+
+    def _event(
+        self, call: AsyncCall, given: Sequence[Tensor | None], made: Sequence[Tensor | None]
+    ) -> EventOverlap:
+        """Return the event at the end of a call, which read and wrote these tensors."""
+        return call.event([*given, *made])
 
     def _sum_slots(
         self, x: Tensor, weights: Tensor | None, handle: EPHandle, bias: Tensor | None

@@ -120,11 +120,7 @@ class BenchOptions:
         )
 
     def config(
-        self,
-        mode: Mode,
-        tokens: int,
-        backend: str = "auto",
-        combine_dtype: WireDtype | None = None,
+        self, mode: Mode, tokens: int, backend: str = "auto", combine_dtype: WireDtype | None = None
     ) -> EPConfig:
         """Return the configuration of one contender at T = `tokens`."""
         return EPConfig(

@@ -15,10 +15,7 @@ from epcomm.bench.records import Report, Timing
 from epcomm.planning.measurements import BENCHMARK
 
 # The names in tables of the contenders that are plain torch.
-TITLES = {
-    ExpertRows.name: "rows over all-to-all",
-    AllGather.name: "all-gather and reduce-scatter",
-}
+TITLES = {ExpertRows.name: "rows over all-to-all", AllGather.name: "all-gather and reduce-scatter"}
 
 
 def as_json(report: Report) -> str:

@@ -26,9 +26,7 @@ class Percentiles:
         return cls(p50=p50, p95=p95, p99=p99)
 
 
-def slowest_rank(
-    spans_by_rank: Sequence[Sequence[Mapping[str, float]]],
-) -> dict[str, list[float]]:
+def slowest_rank(spans_by_rank: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, list[float]]:
     """Return each span's times on the slowest rank by iteration; spans_by_rank is [W][N]."""
     iterations = [list(ranks) for ranks in zip(*spans_by_rank, strict=True)]
     return {

@@ -86,11 +86,7 @@ class Calls:
     """The calls of one rank in a group, with numbers that are equal on all ranks."""
 
     def __init__(
-        self,
-        collectives: Collectives,
-        *,
-        whole: Calls | None = None,
-        counts_in_whole: bool = False,
+        self, collectives: Collectives, *, whole: Calls | None = None, counts_in_whole: bool = False
     ) -> None:
         """Start without calls, over `collectives`.
 
@@ -476,10 +472,7 @@ class Calls:
         raise error
 
     def compare(
-        self,
-        headers: Sequence[Sequence[int]],
-        messages: Tensor,
-        error: EPError | None = None,
+        self, headers: Sequence[Sequence[int]], messages: Tensor, error: EPError | None = None
     ) -> None:
         """Raise on every rank if ranks make different calls.
 

@@ -40,14 +40,7 @@ from epcomm.buffers.sizes import (
 )
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.counts import (
-    Counts,
-    counts_bytes,
-    empty_headers,
-    guard_ids,
-    make_headers,
-    seal,
-)
+from epcomm.calls.counts import Counts, counts_bytes, empty_headers, guard_ids, make_headers, seal
 from epcomm.calls.header import ANY_BATCH, HEADER_WORDS, PAIRS, ROWS, CallKind, CallSign
 from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives

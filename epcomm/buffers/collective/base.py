@@ -118,9 +118,7 @@ class OverCollectives:
     def _new_batch(self, call: DispatchCall) -> CallSign:
         """Return the sign of this dispatch and of the calls along its plan, equal on all ranks."""
         return CallSign(
-            buffer=self._number,
-            dispatcher=call.dispatcher,
-            batch=self._calls.next_batch,
+            buffer=self._number, dispatcher=call.dispatcher, batch=self._calls.next_batch
         )
 
     def _announce(

@@ -373,11 +373,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         )
 
     def _receive(
-        self,
-        call: DispatchCall,
-        buffer_index: int,
-        counts: NormalCounts | None,
-        block: PlanBlock,
+        self, call: DispatchCall, buffer_index: int, counts: NormalCounts | None, block: PlanBlock
     ) -> Dispatched:
         """Return the rows and their index; counts is None where there is a budget."""
         owns_rows = self.has_row_budget or _owns_rows(call)
@@ -433,11 +429,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         if scales is not None:
             scales = scales.new_empty(num_rows, scales.shape[1])
         collect_rows(
-            self._exchange,
-            exchange_plan,
-            buffer_index=buffer_index,
-            out=data,
-            scales=scales,
+            self._exchange, exchange_plan, buffer_index=buffer_index, out=data, scales=scales
         )
         return WireTensor(data=data, format=rows.format, scales=scales)
 

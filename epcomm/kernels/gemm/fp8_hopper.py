@@ -76,10 +76,7 @@ class _GateUp(ctypes.Structure):
 
 
 class _Packed(ctypes.Structure):
-    _fields_ = [
-        ("codes", c_void_p),
-        ("num_slots", c_int64),
-    ]
+    _fields_ = [("codes", c_void_p), ("num_slots", c_int64)]
 
 
 class _Down(ctypes.Structure):

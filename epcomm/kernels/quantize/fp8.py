@@ -24,12 +24,7 @@ from epcomm.kernels.launch import (
     warps_for,
 )
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch, launch
-from epcomm.kernels.quantize.int8 import (
-    _INFINITY_BITS,
-    _MAGNITUDE_MASK,
-    _NAN_BITS,
-    quotient_of,
-)
+from epcomm.kernels.quantize.int8 import _INFINITY_BITS, _MAGNITUDE_MASK, _NAN_BITS, quotient_of
 from epcomm.kernels.rounding import cast
 from epcomm.kernels.rows.tiles import movable
 from epcomm.platforms.cuda import compute_capability

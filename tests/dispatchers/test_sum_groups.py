@@ -352,14 +352,14 @@ MUTANTS = {
         name="of",
         change=lambda of: lambda *args: replace(of(*args), num_columns=1),
     ),
-    "another order of k": Mutant(owner=group_sums, name="slots_by_row", change=of_flipped),
+    "another order of k": Mutant(owner=slots, name="slots_by_row", change=of_flipped),
     "another order of groups": Mutant(owner=all_to_all, name="as_members", change=of_flipped),
     "sums rounded after each group": Mutant(owner=all_to_all, name="reduce_rows", change=in_steps),
     "weights applied before rounding": Mutant(
         owner=group_sums, name="sum_weighted", change=of_rounded_products
     ),
     "another order at the source": Mutant(
-        owner=group_sums, name="as_members", change=of_flipped, is_placed=True
+        owner=slots, name="as_members", change=of_flipped, is_placed=True
     ),
     "one group at the source": Mutant(
         owner=group_sums,

@@ -17,7 +17,7 @@ from epcomm.weights.quantized import BLOCK, Fp8BlockWeights, Mxfp8Weights, Quant
 from epcomm.weights.unquantized import ExpertTensors
 
 # A function with the signature of those in kernels/gemm/fp8.py.
-Multiply = Callable[..., object]
+Multiply = Callable[..., None]
 
 
 class Fp8TritonRunner(GpuSlotsRunner):
@@ -39,12 +39,13 @@ class Fp8TritonRunner(GpuSlotsRunner):
         first = first_product(dispatched, weights, self.int8_profile, self.product_sms)
         inner_size, num_slots = weights.intermediate_size, dispatched.num_slots
         codes = first.codes.new_empty(num_slots, inner_size)
-        scales = first.scales.new_empty(num_slots, inner_size // BLOCK)
-        begun = gate_up_fp8(first, out_codes=codes, out_scales=scales)
+        num_scales = weights.wire_format.num_scales(inner_size)
+        scales = first.scales.new_empty(num_slots, num_scales)
+        gate_up_fp8(first, out_codes=codes, out_scales=scales)
         results = codes.new_empty(num_slots, weights.hidden_size, dtype=weights.hidden_dtype)
         second = second_product(first, codes, scales, weights)
         slot_weights = slot_weights_to_apply(dispatched, self.name)
-        down_fp8(second, slot_weights=slot_weights, out=results, after=begun)
+        down_fp8(second, slot_weights=slot_weights, out=results)
         return results
 
     @cached_property

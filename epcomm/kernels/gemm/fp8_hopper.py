@@ -36,15 +36,14 @@ _COPY_BYTES = 16
 # Number of slots of an expert from which copying rows into the order of slots can be faster: with
 # fewer, matrices are read once or twice, and reading them is the limit.
 PACKED_SLOTS_PER_EXPERT = 2 * TILE_ROWS
-# Bytes of all rows from which it is. Both products on an H100, copied and through the index: 713
-# and 665 us with 58 MB of rows, 315 and 288 with 67 MB, 2632 and 2729 with 235 MB.
+# Bytes of all rows from which it is. Through the index gate and up take 5% longer, but no rows are
+# copied. Both products on an H100, copied and through the index: 713 and 665 us with 58 MB of rows,
+# 315 and 288 with 67 MB, 2632 and 2729 with 235 MB.
 PACKED_BYTES = 128 << 20
-# Number of slots an expert from which gate and up compute the first product of a tile while results
-# of the tile before are stored. On an H100 that takes 3% less time with 1024, but 20% more where
-# each block computes one tile, which can be so with 512, because C counts padding too.
+# Number of slots an expert from which kernels compute the first product of a tile while results of
+# the tile before are stored. On an H100 that takes 3% less time with 1024, but 20% more where each
+# block computes one tile, which can be so with 512, because C counts padding too.
 AHEAD_SLOTS_PER_EXPERT = 8 * TILE_ROWS
-# The same for down, which then begins before gate and up have ended: 5% less time from 256 on.
-DOWN_AHEAD_SLOTS_PER_EXPERT = 2 * TILE_ROWS
 # The dtypes of results that down_fp8() writes.
 HIDDEN_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -64,7 +63,6 @@ class _Rows(ctypes.Structure):
         ("k_blocks", c_int),
         ("num_columns", c_int),
         ("packed_from", c_int),
-        ("ahead", c_void_p),
     ]
 
 
@@ -195,9 +193,10 @@ def _kernels(device_index: int) -> _Kernels:
             pack=module.kernel("pack_rows", threads=_PACK_THREADS, shared_bytes=0),
             gate_up={False: kernel("gate_up_fp8"), True: kernel("gate_up_fp8_ahead")},
             down={
-                (dtype, is_ahead): kernel(f"down_fp8_{name}{suffix}", _RESULTS_BYTES)
-                for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"))
-                for is_ahead, suffix in ((False, ""), (True, "_ahead"))
+                (torch.bfloat16, False): kernel("down_fp8_bfloat16", _RESULTS_BYTES),
+                (torch.bfloat16, True): kernel("down_fp8_bfloat16_ahead", _RESULTS_BYTES),
+                (torch.float16, False): kernel("down_fp8_float16", _RESULTS_BYTES),
+                (torch.float16, True): kernel("down_fp8_float16_ahead", _RESULTS_BYTES),
             },
             num_sms=num_sms_of(device_index),
         )
@@ -208,15 +207,7 @@ def _cubin() -> bytes:
     return compile_to_cubin(SOURCE.read_text(encoding="utf-8"), arch=ARCH, name=SOURCE.name)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Begun:
-    """What lets the second product begin before the first one has ended."""
-
-    ahead: Tensor | None = None  # counts warps that have stored all but their last results, [1]
-    codes: Tensor | None = None  # packed rows, whose memory results must not reuse
-
-
-def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Begun:
+def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> None:
     """Multiply rows by the gate and up matrices, then activate and quantise the products.
 
     From PACKED_BYTES on, rows of experts with PACKED_SLOTS_PER_EXPERT slots or more are copied into
@@ -233,7 +224,7 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Beg
     codes, matrices = given.codes, given.matrices
     num_experts, num_columns, hidden_size = matrices.shape
     if num_slots == 0:
-        return Begun()
+        return
     rows = _rows(given)
     epilogue = _GateUp(
         matrix_scales=given.matrix_scales.data_ptr(),
@@ -257,13 +248,7 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Beg
             )
         # Rows through the index gain nothing by it.
         is_ahead = packed is not None and num_slots >= AHEAD_SLOTS_PER_EXPERT * num_experts
-        ahead, is_large = None, num_slots >= DOWN_AHEAD_SLOTS_PER_EXPERT * num_experts
-        # The kernels find early tiles among 32 experts, and count with as many blocks.
-        if is_large and num_experts <= 32 and blocks == kernels.num_sms:
-            ahead = given.counts.new_zeros(1)
-            rows.ahead = ahead.data_ptr()
         kernels.gate_up[is_ahead].launch(blocks, rows_map, matrix_map, rows, epilogue)
-    return Begun(ahead=ahead, codes=packed)
 
 
 def _packed_codes(
@@ -291,12 +276,13 @@ def _packed_codes(
 
 
 def down_fp8(
-    given: Product, *, slot_weights: Tensor | None, out: Tensor, after: Begun | None = None
+    given: Product, *, slot_weights: Tensor | None, out: Tensor, is_early: bool = False
 ) -> None:
     """Compute what its namesake in fp8.py does, for results in bfloat16 or float16.
 
-    after: the product that makes codes and scales, if nothing was enqueued since: the kernel may
-        begin before that one has ended. All other operands must be older than that kernel.
+    is_early: the kernel may begin before gate_up_fp8() has ended, if nothing was enqueued since.
+        All operands but codes and scales must be older than that kernel. Ignored with
+        num_sms, because it would wait on the SMs that these leave free.
 
     Raises:
         ShapeError: a tensor of another shape, dtype, device or order.
@@ -327,12 +313,11 @@ def down_fp8(
     )
     with on_device(codes.device):
         num_tiles = given.num_tiles(num_slots, TILE_ROWS, 2 * BLOCK, hidden_size)
-        blocks = min(num_tiles, kernels.num_sms)
-        if after is not None and after.ahead is not None and blocks == kernels.num_sms:
-            rows.ahead = after.ahead.data_ptr()
+        blocks = min(num_tiles, given.num_sms or num_tiles, kernels.num_sms)
         arguments = (rows_map, matrix_map, out_map, rows, epilogue)
-        is_ahead = num_slots >= DOWN_AHEAD_SLOTS_PER_EXPERT * num_experts
-        kernels.down[out.dtype, is_ahead].launch(blocks, *arguments, is_early=after is not None)
+        is_ahead = num_slots >= AHEAD_SLOTS_PER_EXPERT * num_experts
+        is_early = is_early and given.num_sms is None
+        kernels.down[out.dtype, is_ahead].launch(blocks, *arguments, is_early=is_early)
 
 
 def _rows(given: Product) -> _Rows:

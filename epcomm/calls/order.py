@@ -25,27 +25,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from epcomm.calls import header
 from epcomm.calls.faults import check_gradients, raise_faults
-from epcomm.calls.header import (
-    ANY,
-    BATCH,
-    BUFFER,
-    CHECK,
-    DISPATCHER,
-    DTYPE_BITS,
-    FAULT,
-    FLAGS,
-    HEADER_WORDS,
-    KIND,
-    MESSAGE_WORDS,
-    NO_BUFFER,
-    NUMBER,
-    ROWS,
-    SIZE,
-    CallKind,
-    CallSign,
-    operation_of,
-)
 from epcomm.calls.side_stream import StreamTransfers
 from epcomm.calls.transfers import ThreadTransfers, Transfers
 from epcomm.collectives.base import Closable, Collectives, Scalar
@@ -67,10 +48,10 @@ Report = Callable[[Exception], object]
 
 # The function named in messages about faults; for other kinds, the name of the exchange.
 _FUNCTIONS = {
-    CallKind.DISPATCH: "dispatch",
-    CallKind.COMBINE: "combine",
-    CallKind.COMBINE_BACKWARD: "combine",
-    CallKind.DISPATCH_BACKWARD: "combine",
+    header.CallKind.DISPATCH: "dispatch",
+    header.CallKind.COMBINE: "combine",
+    header.CallKind.COMBINE_BACKWARD: "combine",
+    header.CallKind.DISPATCH_BACKWARD: "combine",
 }
 
 
@@ -213,7 +194,7 @@ class Calls:
         return len(self._dispatchers)
 
     def header(
-        self, kind: CallKind, sign: CallSign, *, flags: int = 0, num_rows: int = 0
+        self, kind: header.CallKind, sign: header.CallSign, *, flags: int = 0, num_rows: int = 0
     ) -> list[int]:
         """Return the header of this rank's next call, with FAULT and CHECK 0. Local.
 
@@ -222,7 +203,7 @@ class Calls:
         who = (int(kind), 0, sign.buffer, sign.dispatcher, sign.batch, self.next_batch)
         return [*who, sign.size, 0, flags, num_rows, 0]
 
-    def message(self, words: Sequence[int], num_words: int = MESSAGE_WORDS) -> Tensor:
+    def message(self, words: Sequence[int], num_words: int = header.MESSAGE_WORDS) -> Tensor:
         """Return `words` and then zeros, [W, num_words], int64, on the device. Host sync: none."""
         device = self.collectives.device
         message = torch.zeros(self.world_size, num_words, dtype=torch.int64, device=device)
@@ -249,8 +230,8 @@ class Calls:
 
     def announce(
         self,
-        kind: CallKind,
-        sign: CallSign = NO_BUFFER,
+        kind: header.CallKind,
+        sign: header.CallSign = header.NO_BUFFER,
         *,
         size: int | None = None,
         error: EPError | None = None,
@@ -283,22 +264,22 @@ class Calls:
             EPError: some rank refuses; on every rank.
         """
         if fault is None:
-            in_combine = kind is not CallKind.DISPATCH
+            in_combine = kind is not header.CallKind.DISPATCH
             fault = 0 if error is None else fault_word(error, in_combine=in_combine)
         words = self.header(kind, sign, flags=flags, num_rows=num_rows)
-        words[FAULT] = fault
+        words[header.FAULT] = fault
         if size is not None:
-            words[SIZE] = size
-        words[CHECK] = -sum(words)
+            words[header.SIZE] = size
+        words[header.CHECK] = -sum(words)
         received = self.exchange(self.message(words), phase or kind.phase)
-        headers = received[:, :HEADER_WORDS].tolist()
+        headers = received[:, : header.HEADER_WORDS].tolist()
         self.compare(headers, received, error)
-        codes = [words[FAULT] for words in headers]
+        codes = [words[header.FAULT] for words in headers]
         if any(codes):
             self.check_others()
             function = _FUNCTIONS.get(kind) or phase or kind.text
             raise_faults(codes, self.names, error, function=function)
-        found = [words[FLAGS] for words in headers]
+        found = [words[header.FLAGS] for words in headers]
         if len(set(found)) > 1:
             check_gradients(found, self.names, expert_names)
         return headers
@@ -358,10 +339,12 @@ class Calls:
         if not self.waits:
             self.settle()
             return phase
-        self.announce_to_parts(CallKind.RECORDS, phase=phase)
+        self.announce_to_parts(header.CallKind.RECORDS, phase=phase)
         return f"{phase}, records"
 
-    def announce_to_parts(self, kind: CallKind, sign: CallSign = NO_BUFFER, *, phase: str) -> None:
+    def announce_to_parts(
+        self, kind: header.CallKind, sign: header.CallSign = header.NO_BUFFER, *, phase: str
+    ) -> None:
         """Announce a call of the whole group to the ranks of each part first.
 
         Other ranks may be in a call of a buffer that uses the parts, and wait for this rank there.
@@ -399,11 +382,15 @@ class Calls:
                 reject().
         """
         first, are_equal = headers[0], True
-        who = (first[KIND], *first[BUFFER:FAULT])
+        who = (first[header.KIND], *first[header.BUFFER : header.FAULT])
         for rank, words in enumerate(headers):
-            is_equal = (words[KIND], *words[BUFFER:FAULT]) == who
+            is_equal = (words[header.KIND], *words[header.BUFFER : header.FAULT]) == who
             are_equal &= is_equal
-            is_usual = not words[FAULT] and 0 <= words[FLAGS] <= MAX_FLAGS and words[ROWS] >= 0
+            is_usual = (
+                not words[header.FAULT]
+                and 0 <= words[header.FLAGS] <= MAX_FLAGS
+                and words[header.ROWS] >= 0
+            )
             if not (is_equal and is_usual):
                 self._check_words_apart(headers)
             if not sum(words) % 2**64:
@@ -411,7 +398,7 @@ class Calls:
             # A rank in a different call may have sent more words.
             total = sum(map(int, messages[rank])) % 2**64
             if total:
-                shown = ", ".join(map(str, words[:HEADER_WORDS]))
+                shown = ", ".join(map(str, words[: header.HEADER_WORDS]))
                 self.reject(
                     rank,
                     f"words that add up to {total}, expected 0: {shown} of kind, check, buffer, "
@@ -421,7 +408,7 @@ class Calls:
 
     def _check_words_apart(self, headers: Sequence[Sequence[int]]) -> None:
         """Raise if a header is invalid for the current call, word by word; see check_words()."""
-        number = headers[self.names.place][NUMBER]
+        number = headers[self.names.place][header.NUMBER]
         for rank, words in enumerate(headers):
             problem = self._wrong_word(words, number)
             if problem is not None:
@@ -430,21 +417,21 @@ class Calls:
     def _wrong_word(self, words: Sequence[int], number: int) -> str | None:
         """Return what is wrong with the first invalid word of call `number`, or None."""
         most = (
-            ("kind", KIND, 1, len(CallKind)),
-            ("buffer", BUFFER, ANY, len(self._buffers)),
-            ("dispatcher", DISPATCHER, ANY, len(self._dispatchers)),
-            ("batch", BATCH, ANY, self.next_batch - 1),
+            ("kind", header.KIND, 1, len(header.CallKind)),
+            ("buffer", header.BUFFER, header.ANY, len(self._buffers)),
+            ("dispatcher", header.DISPATCHER, header.ANY, len(self._dispatchers)),
+            ("batch", header.BATCH, header.ANY, self.next_batch - 1),
             # next_batch may be larger by now, because growing memory makes calls too.
-            ("number", NUMBER, number, number),
-            ("size", SIZE, ANY, 2**63 - 1),
-            ("flags", FLAGS, 0, MAX_FLAGS),
-            ("rows", ROWS, 0, 2**63 - 1),
+            ("number", header.NUMBER, number, number),
+            ("size", header.SIZE, header.ANY, 2**63 - 1),
+            ("flags", header.FLAGS, 0, MAX_FLAGS),
+            ("rows", header.ROWS, 0, 2**63 - 1),
         )
         for name, place, least, largest in most:
             if not least <= words[place] <= largest:
                 return f"{name} {words[place]}, expected {least} to {largest}"
-        if not is_fault_word(words[FAULT], self.names.world_size):
-            return f"fault {words[FAULT]}, expected a FaultCode and a rank of the group"
+        if not is_fault_word(words[header.FAULT], self.names.world_size):
+            return f"fault {words[header.FAULT]}, expected a FaultCode and a rank of the group"
         return None
 
     def reject(self, rank: int, problem: str) -> NoReturn:
@@ -484,10 +471,10 @@ class Calls:
         """
         if self.check_words(headers, messages):
             return
-        calls = [(words[KIND], *words[BUFFER:FAULT]) for words in headers]
-        if all(len(set(words) - {ANY}) <= 1 for words in zip(*calls, strict=True)):
+        calls = [(words[header.KIND], *words[header.BUFFER : header.FAULT]) for words in headers]
+        if all(len(set(words) - {header.ANY}) <= 1 for words in zip(*calls, strict=True)):
             return
-        was_passed_on = any(is_passed_on(words[FAULT]) for words in headers)
+        was_passed_on = any(is_passed_on(words[header.FAULT]) for words in headers)
         if error is not None:
             error.was_passed_on |= was_passed_on
             raise error
@@ -526,10 +513,10 @@ class Calls:
                 f"{names.describe(others)} do{'' if len(others) > 1 else 'es'} not"
             )
             advice = "pass the same decode on all ranks, and " + advice
-        if any(call[0] == CallKind.PARAMETERS for call in calls):
+        if any(call[0] == header.CallKind.PARAMETERS for call in calls):
             advice += ", or call to_local() if one rank needs a value of only its experts"
         return (
-            f"{CallKind(calls[names.place][0]).text}: {' while '.join(parts)}, call "
+            f"{header.CallKind(calls[names.place][0]).text}: {' while '.join(parts)}, call "
             f"{self.next_batch - 1} of the group (this is {names.where}){decodes}; no rows were "
             f"sent and the group is usable; {advice}"
         )
@@ -537,18 +524,18 @@ class Calls:
     def _name(self, call: tuple[int, ...]) -> str:
         """Return a call in words: `combine of dispatcher 2 (low_latency, the batch of call 5)`."""
         kind, buffer, dispatcher, batch, _, size = call
-        if kind == CallKind.PARAMETERS:
-            return f"{operation_of(size)} of an expert parameter"
+        if kind == header.CallKind.PARAMETERS:
+            return f"{header.operation_of(size)} of an expert parameter"
         mode, details = self._mode_of(dispatcher), []
         if mode is not None:
             details.append(str(mode))
         if buffer > 0:
             details.append(f"buffer {buffer}: {self._buffers[buffer - 1]}")
-        if batch > 0 and kind != CallKind.DISPATCH:
+        if batch > 0 and kind != header.CallKind.DISPATCH:
             details.append(f"the batch of call {batch}")
-        if size > 0 and kind == CallKind.COMBINE_BACKWARD:
-            details.append(f"rows of {size >> DTYPE_BITS} elements")
-        name = CallKind(kind).text
+        if size > 0 and kind == header.CallKind.COMBINE_BACKWARD:
+            details.append(f"rows of {size >> header.DTYPE_BITS} elements")
+        name = header.CallKind(kind).text
         if dispatcher > 0:
             name += f" of dispatcher {dispatcher}"
         return f"{name} ({', '.join(details)})" if details else name

@@ -7,17 +7,10 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from epcomm import records
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.ops.precision import FLOAT_DTYPES
 from epcomm.quantization.scale_layout import SCALES_PER_WORD
-from epcomm.records import (
-    CombineInput,
-    ExchangePlan,
-    Handle,
-    MaskedCombineInput,
-    RowsCombineInput,
-    TopKOutput,
-)
 from epcomm.spec import BufferSpec
 from epcomm.types import ROW_MAJOR, Layout, RowsPer, WireFormat, WireTensor, data_of
 
@@ -51,7 +44,7 @@ class CallChecks:
         )
 
     def find_call_error(
-        self, hidden_states: Tensor | WireTensor, topk: TopKOutput
+        self, hidden_states: Tensor | WireTensor, topk: records.TopKOutput
     ) -> EPError | None:
         """Return the first fault of a dispatch call, or None.
 
@@ -60,7 +53,7 @@ class CallChecks:
         """
         if self._is_usual(hidden_states, topk):
             return None
-        if not isinstance(topk, TopKOutput):
+        if not isinstance(topk, records.TopKOutput):
             return ShapeError(
                 f"dispatch: topk is {_kind_of(topk)}, expected a TopKOutput ({self.where}); pass "
                 "TopKOutput(topk_ids=..., topk_weights=...)"
@@ -98,12 +91,12 @@ class CallChecks:
             )
         return None
 
-    def _is_usual(self, hidden_states: Tensor | WireTensor, topk: TopKOutput) -> bool:
+    def _is_usual(self, hidden_states: Tensor | WireTensor, topk: records.TopKOutput) -> bool:
         """Return whether a call has no fault and needs no cast, like most calls.
 
         A fast path: the rest of find_call_error() costs host time in decoding.
         """
-        if type(topk) is not TopKOutput or not self._is_plain(hidden_states, self.dtype):
+        if type(topk) is not records.TopKOutput or not self._is_plain(hidden_states, self.dtype):
             return False
         ids, weights, shape = topk.topk_ids, topk.topk_weights, hidden_states.shape
         if not (self._is_plain(ids, torch.int64) and self._is_plain(weights, torch.float32)):
@@ -121,20 +114,20 @@ class CallChecks:
         )
 
     def find_combine_error(
-        self, combine_input: CombineInput, owner: object, layout: Layout
+        self, combine_input: records.CombineInput, owner: object, layout: Layout
     ) -> EPError | None:
         """Return the first fault of a combine call, or None: type, handle or rows.
 
         owner: the dispatcher that was called.   layout: the layout of its buffer.
         """
-        expected = RowsCombineInput if layout is Layout.ROWS else MaskedCombineInput
+        expected = records.RowsCombineInput if layout is Layout.ROWS else records.MaskedCombineInput
         if not isinstance(combine_input, expected):
             return ShapeError(
                 f"combine: the input is a {_kind_of(combine_input)}, expected {expected.__name__} "
                 f"({self.where}); make it with combine_input() of the record that dispatch returned"
             )
         handle = combine_input.handle
-        if not isinstance(handle, Handle):
+        if not isinstance(handle, records.Handle):
             return HandleError(
                 f"combine: the handle is {_kind_of(handle)}, expected a Handle ({self.where}); "
                 "make the input with combine_input() of the record that dispatch returned"
@@ -150,7 +143,7 @@ class CallChecks:
             is_fit = self._is_plain(rows, self.dtype) and rows.shape == (*whole,)
             if is_of_slots and is_fit and (slot_weights is None or slot_weights.shape == (*shape,)):
                 return None
-        if isinstance(combine_input, RowsCombineInput):
+        if isinstance(combine_input, records.RowsCombineInput):
             rows_per = combine_input.rows_per
             if not isinstance(rows_per, RowsPer):
                 return ShapeError(
@@ -171,10 +164,10 @@ class CallChecks:
             return None
         return ShapeError(f"combine: {fault[0]} ({self.where}); {fault[1]}")
 
-    def _rows_expected(self, combine_input: CombineInput) -> list[int]:
+    def _rows_expected(self, combine_input: records.CombineInput) -> list[int]:
         """Return the expected shape of the expert results without H."""
         exchange_plan, num_local = combine_input.handle.exchange_plan, self.spec.num_local_experts
-        if isinstance(combine_input, MaskedCombineInput):
+        if isinstance(combine_input, records.MaskedCombineInput):
             return [num_local, exchange_plan.num_rows // num_local]
         row_of_slot = exchange_plan.index.row_of_slot
         if row_of_slot is not None and combine_input.rows_per is RowsPer.SLOT:
@@ -244,7 +237,7 @@ class CallChecks:
 
 
 def needs_gradients(
-    hidden_states: Tensor | WireTensor, topk: TopKOutput, experts_need_grad: NeedGrad
+    hidden_states: Tensor | WireTensor, topk: records.TopKOutput, experts_need_grad: NeedGrad
 ) -> bool:
     """Return whether a call in grad mode needs gradients; its arguments may be invalid."""
     if isinstance(experts_need_grad, Mapping):
@@ -253,10 +246,10 @@ def needs_gradients(
     return experts_need_grad or any(getattr(each, "requires_grad", False) for each in inputs)
 
 
-def open_exchange_plan_of(combine_input: object, owner: object) -> ExchangePlan | None:
+def open_exchange_plan_of(combine_input: object, owner: object) -> records.ExchangePlan | None:
     """Return the exchange plan of a combine input, or None if its handle is invalid."""
     handle = getattr(combine_input, "handle", None)
-    if isinstance(handle, Handle) and handle.find_error(owner) is None:
+    if isinstance(handle, records.Handle) and handle.find_error(owner) is None:
         return handle.exchange_plan
     return None
 

@@ -13,20 +13,13 @@ from epcomm.buffers.base import Dispatched
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.config import EPConfig, Mode
+from epcomm.dispatchers import checks
 from epcomm.dispatchers.autograd import (
     Sending,
     begin_combine,
     combine_rows,
     dispatch_rows,
     is_watched,
-)
-from epcomm.dispatchers.checks import (
-    CallChecks,
-    NeedGrad,
-    needs_gradients,
-    num_tokens_of,
-    open_exchange_plan_of,
-    unready_error,
 )
 from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError, ShapeError
 from epcomm.group import EPGroup
@@ -97,7 +90,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         self._spec = self.plan.buffer_spec
         self._dtype = self._spec.hidden_format.dtype.torch_dtype
         self._weights_dtype = sum_dtype(self._dtype)
-        self._checks = CallChecks(
+        self._checks = checks.CallChecks(
             spec=self._spec,
             dtype=self._dtype,
             device=group.device,
@@ -136,7 +129,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         hidden_states: Tensor | WireTensor,
         topk: TopKOutput,
         *,
-        experts_need_grad: NeedGrad = False,
+        experts_need_grad: checks.NeedGrad = False,
     ) -> DispatchT:
         """Send each token to the ranks that own its experts.
 
@@ -168,7 +161,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         self,
         hidden_states: Tensor | WireTensor,
         topk: TopKOutput,
-        experts_need_grad: NeedGrad,
+        experts_need_grad: checks.NeedGrad,
         refusal: EPError | None = None,
     ) -> DispatchT:
         """Dispatch, or report `refusal` to all ranks and raise it."""
@@ -191,7 +184,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         hidden_states: Tensor | WireTensor,
         topk: TopKOutput,
         *,
-        experts_need_grad: NeedGrad = False,
+        experts_need_grad: checks.NeedGrad = False,
     ) -> Pending[DispatchT]:
         """Begin a dispatch; `wait()` completes it and makes its autograd node.
 
@@ -246,7 +239,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         self,
         hidden_states: Tensor | WireTensor,
         topk: TopKOutput,
-        experts_need_grad: NeedGrad,
+        experts_need_grad: checks.NeedGrad,
         refusal: EPError | None = None,
     ) -> tuple[DispatchCall, Handle]:
         """Check a call and cast its tensors; a call with an error gets no tokens."""
@@ -259,7 +252,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
             num_tokens = data_of(hidden_states).shape[0]
         else:
             # Take part without tokens, so that the other ranks learn of the fault and do not wait.
-            num_tokens = num_tokens_of(hidden_states)
+            num_tokens = checks.num_tokens_of(hidden_states)
             hidden_states, topk = self._nothing()
             error.was_raised |= refusal is not None
         dtype = self._dtype
@@ -424,7 +417,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
 
     def _report_dispatch(self, problem: Exception) -> None:
         """Report a failure before the header of a dispatch."""
-        self.refuse(unready_error(problem, self._where))
+        self.refuse(checks.unready_error(problem, self._where))
 
     def refuse_results(self, problem: Exception, handle: Handle) -> None:
         """Report a failure before the rows of a combine, in place of it.
@@ -433,7 +426,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         """
         # A device that has failed may be unable to send the report too.
         with suppress(EPError, RuntimeError):
-            error = unready_error(problem, self._where, function="combine")
+            error = checks.unready_error(problem, self._where, function="combine")
             self.refuse_combine(error, handle.exchange_plan)
 
     def _report_combine(self, handle: Handle) -> Callable[[Exception], None] | None:
@@ -446,7 +439,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         error = self._closed_error("combine") or self._calls.take_unfinished()
         error = error or self._checks.find_combine_error(combine_input, self, self.plan.caps.layout)
         if error is not None:
-            self.refuse_combine(error, open_exchange_plan_of(combine_input, self))
+            self.refuse_combine(error, checks.open_exchange_plan_of(combine_input, self))
 
     def _finished(self, y: Tensor, handle: Handle) -> Tensor:
         """Return y [T, H] in the dtype of the caller's hidden states."""
@@ -496,7 +489,10 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         )
 
     def _find_refusal(
-        self, hidden_states: Tensor | WireTensor, topk: TopKOutput, experts_need_grad: NeedGrad
+        self,
+        hidden_states: Tensor | WireTensor,
+        topk: TopKOutput,
+        experts_need_grad: checks.NeedGrad,
     ) -> EPError | None:
         """Return the error of a closed dispatcher or of a call that needs gradients, or None."""
         if self._is_closed:
@@ -505,7 +501,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         sums = self._spec.combine_format if trains and not self._quantizes_with_gradients else None
         if trains and not is_wire and sums is None:
             return None
-        if not needs_gradients(hidden_states, topk, experts_need_grad):
+        if not checks.needs_gradients(hidden_states, topk, experts_need_grad):
             return None
         if sums is not None:
             return ConfigError(
@@ -540,7 +536,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         self,
         hidden_states: Tensor | WireTensor,
         topk: TopKOutput,
-        experts_need_grad: NeedGrad,
+        experts_need_grad: checks.NeedGrad,
         error: EPError | None,
     ) -> DispatchCall:
         flags, expert_names = BatchFlags.NONE, ()

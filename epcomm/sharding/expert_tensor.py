@@ -24,26 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
-from epcomm.sharding.pieces import (
-    Announcing,
-    Operation,
-    announce,
-    draws_numbers,
-    gather_experts,
-    own_part,
-    run_expert_by_expert,
-    run_on_lists,
-    run_on_parts,
-    takes_parts,
-)
-from epcomm.sharding.shards import (
-    ExpertShard,
-    Owner,
-    ShareTensor,
-    cut_share,
-    is_expert_tensor,
-    piece_of,
-)
+from epcomm.sharding import pieces, shards
 from epcomm.sharding.state import checked_part, chunks_of, part_at, write_items
 
 if TYPE_CHECKING:
@@ -95,7 +76,7 @@ _BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
 _LOSS_BACKWARDS = tuple(f"aten::{name}_backward" for name in _LOSSES)
 
 
-class ExpertTensor(ShareTensor, DTensor):
+class ExpertTensor(shards.ShareTensor, DTensor):
     """A DTensor [P, ...] in pieces [L, ...], one on each rank of a one-dimensional mesh: Shard(0).
 
     An ExpertTensor differs from a DTensor:
@@ -125,8 +106,8 @@ class ExpertTensor(ShareTensor, DTensor):
         cls,
         share: Tensor,
         mesh: DeviceMesh,
-        shard: ExpertShard | None = None,
-        owner: Owner | None = None,
+        shard: shards.ExpertShard | None = None,
+        owner: shards.Owner | None = None,
     ) -> ExpertTensor:
         """Wrap this rank's piece [L, ...]; every rank of the one-dimensional mesh has one. Local.
 
@@ -146,7 +127,11 @@ class ExpertTensor(ShareTensor, DTensor):
 
     @classmethod
     def _of(
-        cls, share: Tensor, spec: DTensorSpec, shard: ExpertShard | None, owner: Owner | None
+        cls,
+        share: Tensor,
+        spec: DTensorSpec,
+        shard: shards.ExpertShard | None,
+        owner: shards.Owner | None,
     ) -> ExpertTensor:
         tensor = cls(share, spec, requires_grad=False)
         tensor.shard, tensor.owner = shard, owner
@@ -165,10 +150,10 @@ class ExpertTensor(ShareTensor, DTensor):
 
         Not differentiable where a placement says which experts a rank holds.
         """
-        announce(self.owner, "full_tensor")
+        pieces.announce(self.owner, "full_tensor")
         if self.shard is None:
             return super().full_tensor(grad_placements=grad_placements)  # type: ignore[arg-type]
-        return gather_experts(self)
+        return pieces.gather_experts(self)
 
     def __create_write_items__(self, fqn: str, tensor: object) -> list[WriteItem]:  # type: ignore[override]
         if self.shard is None:
@@ -254,7 +239,7 @@ class ExpertTensor(ShareTensor, DTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        return _run(Operation(func, args, kwargs or {}))
+        return _run(pieces.Operation(func, args, kwargs or {}))
 
 
 class _CatchOperators(TorchDispatchMode):
@@ -268,7 +253,7 @@ class _CatchOperators(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         if any(isinstance(leaf, ExpertTensor) for leaf in tree_leaves((args, kwargs))):
-            return _run(Operation(func, args, kwargs or {}))
+            return _run(pieces.Operation(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -284,7 +269,7 @@ def _rewrapped(leaf: object, some: ExpertTensor | None) -> object:
 def _set_data(tensor: object, value: object) -> None:
     """Assign `tensor.data = value`, where value holds this rank's experts or all experts."""
     if isinstance(tensor, ExpertTensor):
-        part = own_part(value, tensor)
+        part = pieces.own_part(value, tensor)
         if not isinstance(part, Tensor) or part.shape[:1] != tensor._local_tensor.shape[:1]:
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ShapeError(
@@ -310,7 +295,7 @@ class _Wrapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
-        return piece_of(gradients[0]), None
+        return shards.piece_of(gradients[0]), None
 
 
 class _ToBeCut(torch.autograd.Function):
@@ -324,7 +309,7 @@ class _ToBeCut(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Tensor:  # type: ignore[override]
-        part = own_part(gradients[0], ctx.some)
+        part = pieces.own_part(gradients[0], ctx.some)
         assert isinstance(part, Tensor), "it came as one"
         # A cut along another dimension has the gradient of a piece already.
         return gradients[0] if isinstance(gradients[0], DTensor) else ctx.some.like_self(part)
@@ -334,7 +319,7 @@ def _lifted(arg: object, some: ExpertTensor) -> object:
     if not isinstance(arg, Tensor) or isinstance(arg, DTensor):
         return arg
     is_whole = arg.dim() == some.dim() and arg.shape[0] == some.shape[0]
-    return _Wrapped.apply(cut_share(arg, some.held), some) if is_whole else arg
+    return _Wrapped.apply(shards.cut_share(arg, some.held), some) if is_whole else arg
 
 
 class _LocalViews(torch.autograd.Function):
@@ -347,8 +332,8 @@ class _LocalViews(torch.autograd.Function):
         ctx.kinds = [tensor if isinstance(tensor, ExpertTensor) else None for tensor in tensors]
         # Views, because autograd changes the metadata of a Function's results, and the piece
         # belongs to the parameter.
-        pieces = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-        views = tuple(piece.view_as(piece) for piece in pieces)
+        local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+        views = tuple(piece.view_as(piece) for piece in local)
         needed = zip(views, ctx.needs_input_grad[1:], strict=True)
         ctx.mark_non_differentiable(*(view for view, is_needed in needed if not is_needed))
         return views
@@ -406,13 +391,13 @@ def _refusal(name: str, tensors: Sequence[object], problem: str) -> ShapeError:
     )
 
 
-def _run(op: Operation) -> object:
+def _run(op: pieces.Operation) -> object:
     """Run an operator that has an ExpertTensor among its arguments."""
     name, args = op.name, op.args
     if name.startswith(_LIST_OPERATORS):
-        return run_on_lists(op)
-    if takes_parts(op):
-        return run_on_parts(op)
+        return pieces.run_on_lists(op)
+    if pieces.takes_parts(op):
+        return pieces.run_on_parts(op)
     if name.startswith("c10d::"):
         return _run_c10d(op)
     if name in _NEW and len(args[1]) == args[0].dim() and args[1][0] == args[0].shape[0]:
@@ -427,15 +412,15 @@ def _run(op: Operation) -> object:
         # detect_anomaly() asks whether a gradient has NaN, on the ranks that it is active on.
         return op.func(args[0]._local_tensor)
     if _is_elementwise(op):
-        if draws_numbers(op):
-            drawn = run_expert_by_expert(op)
+        if pieces.draws_numbers(op):
+            drawn = pieces.run_expert_by_expert(op)
             return _written(op) if drawn is None else op.some.like_self(drawn)
         # The gradient of a mean, without a dimension, would be divided by the elements of a piece.
         is_of_each = name in _LOSS_BACKWARDS and args[0].dim() > 0
         is_by_expert = torch.Tag.pointwise in op.func.tags or name in _BATCHED or is_of_each
         if is_by_expert or _is_masking(op):
             return _run_on_pieces(op)
-    with Announcing(op.some.owner, op.func):
+    with pieces.Announcing(op.some.owner, op.func):
         return _run_as_dtensor(op)
 
 
@@ -443,15 +428,15 @@ def _whole_of(leaf: object) -> object:
     return leaf.full_tensor() if isinstance(leaf, ExpertTensor) else leaf
 
 
-def _are_alike(op: Operation) -> bool:
+def _are_alike(op: pieces.Operation) -> bool:
     """Return whether a comparison holds for the experts of every rank. Collective."""
     piece = op.some._local_tensor
-    is_alike = op.run(lambda leaf: own_part(leaf, op.some))
+    is_alike = op.run(lambda leaf: pieces.own_part(leaf, op.some))
     flags = op.some.like_self(torch.full(piece.shape[:1], is_alike, device=piece.device))
-    return bool(_run(Operation(torch.ops.aten.all.default, (flags,), {})))
+    return bool(_run(pieces.Operation(torch.ops.aten.all.default, (flags,), {})))
 
 
-def _is_masking(op: Operation) -> bool:
+def _is_masking(op: pieces.Operation) -> bool:
     """Return whether an operator writes one number through a mask of the tensor's shape."""
     if op.name != "aten::index_put_" or len(op.args[1]) != 1:
         return False
@@ -459,7 +444,7 @@ def _is_masking(op: Operation) -> bool:
     return mask.dtype is torch.bool and mask.shape == op.args[0].shape and value.dim() == 0
 
 
-def _is_elementwise(op: Operation) -> bool:
+def _is_elementwise(op: pieces.Operation) -> bool:
     """Return whether every piece of the result may depend on pieces of this rank alone."""
     some = op.some
     for tensor in op.tensors:
@@ -474,24 +459,24 @@ def _is_elementwise(op: Operation) -> bool:
     return not op.writes or isinstance(op.args[0], DTensor)
 
 
-def _run_on_pieces(op: Operation) -> object:
-    result = op.run(lambda leaf: own_part(leaf, op.some))
+def _run_on_pieces(op: pieces.Operation) -> object:
+    result = op.run(lambda leaf: pieces.own_part(leaf, op.some))
     if op.writes:
         return _written(op)
     like = op.some.like_self
     return tree_map(lambda leaf: like(leaf) if isinstance(leaf, Tensor) else leaf, result)
 
 
-def _written(op: Operation) -> object:
+def _written(op: pieces.Operation) -> object:
     """Return the tensor that an operator has written, its first argument or `out`."""
     written = op.kwargs.get("out", op.args[0] if op.args else None)
     for tensor in tree_leaves(written):
         # torch does not count writes below this level, but caches of weights compare the count.
-        torch.autograd.graph.increment_version(piece_of(tensor))
+        torch.autograd.graph.increment_version(shards.piece_of(tensor))
     return written
 
 
-def _run_as_dtensor(op: Operation) -> object:
+def _run_as_dtensor(op: pieces.Operation) -> object:
     """Run an operator as torch does for DTensors, of all physical experts [P, ...].
 
     Collective: where the result is not a tensor of experts.
@@ -527,7 +512,9 @@ def _run_as_dtensor(op: Operation) -> object:
         if op.writes:
             problem = "whose experts are placed, is written otherwise than expert by expert"
             raise _refusal(str(op.func), [some], problem)
-        return op.run(lambda leaf: gather_experts(leaf) if is_expert_tensor(leaf) else leaf)
+        return op.run(
+            lambda leaf: pieces.gather_experts(leaf) if shards.is_expert_tensor(leaf) else leaf
+        )
 
     def back(leaf: object) -> object:
         if not isinstance(leaf, DTensor):
@@ -549,7 +536,7 @@ def _run_as_dtensor(op: Operation) -> object:
     return tree_map(back, result)
 
 
-def _run_c10d(op: Operation) -> object:
+def _run_c10d(op: pieces.Operation) -> object:
     """Run a collective on local pieces; its ranks must hold the same experts."""
     mesh_ranks = set(op.some._spec.mesh.mesh.flatten().tolist())
     for boxed in tree_leaves((op.args, op.kwargs)):
@@ -563,6 +550,6 @@ def _run_c10d(op: Operation) -> object:
                 "reduce over copies of the same experts alone, and leave expert parameters out of "
                 "DDP by epcomm.training.gradients.ignore_experts_in_ddp(model)"
             )
-    by_piece = {id(piece_of(tensor)): tensor for tensor in op.tensors}
-    result = op.run(lambda leaf: piece_of(leaf) if isinstance(leaf, Tensor) else leaf)
+    by_piece = {id(shards.piece_of(tensor)): tensor for tensor in op.tensors}
+    result = op.run(lambda leaf: shards.piece_of(leaf) if isinstance(leaf, Tensor) else leaf)
     return tree_map(lambda leaf: by_piece.get(id(leaf), leaf), result)

@@ -27,17 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError, grouped
-from epcomm.sharding.shards import (
-    ExpertShard,
-    Owner,
-    ShareTensor,
-    counted_once,
-    cut_share,
-    is_expert_tensor,
-    logical_experts,
-    piece_of,
-    put_together,
-)
+from epcomm.sharding import shards
 
 # Operators that draw a number for each element: in place, and into a new tensor.
 _IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_")
@@ -51,7 +41,7 @@ _NORM, _MAX = "aten::_foreach_norm", "aten::_foreach_max"
 _SELECT, _SLICE, _UNBIND = "aten::select", "aten::slice", "aten::unbind"
 _SPLITS = ("aten::split", "aten::split_with_sizes")
 # The first ExpertTensor at each position of lists.
-Places = Mapping[int, ShareTensor]
+Places = Mapping[int, shards.ShareTensor]
 
 
 @dataclass(frozen=True)
@@ -78,9 +68,9 @@ class Operation:
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
     @cached_property
-    def some(self) -> ShareTensor:
+    def some(self) -> shards.ShareTensor:
         """The first ExpertTensor among the arguments."""
-        return next(tensor for tensor in self.tensors if is_expert_tensor(tensor))
+        return next(tensor for tensor in self.tensors if shards.is_expert_tensor(tensor))
 
     def run(self, change: Callable[[Any], object]) -> Any:  # noqa: ANN401
         """Call the operator with changed arguments, and return its result."""
@@ -88,7 +78,7 @@ class Operation:
         return self.func(*args, **kwargs)
 
 
-def own_part(leaf: object, some: ShareTensor) -> object:
+def own_part(leaf: object, some: shards.ShareTensor) -> object:
     """Cut this rank's part out of a tensor that spans the experts of `some`; keep other leaves.
 
     Local.
@@ -96,7 +86,7 @@ def own_part(leaf: object, some: ShareTensor) -> object:
     if not isinstance(leaf, Tensor):
         return leaf
     # A parameter, its gradient and its state have the same object.
-    if is_expert_tensor(leaf) and leaf.shard is not some.shard and leaf.held != some.held:
+    if shards.is_expert_tensor(leaf) and leaf.shard is not some.shard and leaf.held != some.held:
         raise ShapeError(
             f"operator on expert parameters of {list(some.shape)} that are placed differently "
             f"on the ranks ({some.position}): experts of one have moved; call rebalance() with the "
@@ -106,15 +96,15 @@ def own_part(leaf: object, some: ShareTensor) -> object:
         return leaf._local_tensor
     if leaf.dim() < some.dim() or leaf.shape[0] != some.shape[0]:
         return leaf
-    return cut_share(leaf, some.held)
+    return shards.cut_share(leaf, some.held)
 
 
-def gather_experts(tensor: ShareTensor) -> Tensor:
+def gather_experts(tensor: shards.ShareTensor) -> Tensor:
     """Return the experts of all ranks in logical order, [E, ...]. Collective."""
     piece, mesh = tensor._local_tensor.detach().contiguous(), tensor._spec.mesh
     gathered = piece.new_empty(mesh.size(), *piece.shape)
     dist.all_gather_into_tensor(gathered.flatten(0, 1), piece, group=mesh.get_group())
-    return put_together(gathered, tensor.held)
+    return shards.put_together(gathered, tensor.held)
 
 
 def draws_numbers(op: Operation) -> bool:
@@ -133,7 +123,7 @@ def run_expert_by_expert(op: Operation) -> Tensor | None:
     piece of their ExpertTensor and return None; others return this rank's piece [L, ...].
     """
     some, kept = op.some, []
-    places = {expert: place for place, expert in enumerate(logical_experts(some.held))}
+    places = {expert: place for place, expert in enumerate(shards.logical_experts(some.held))}
     scratch = torch.empty_like(some._local_tensor[0])
     for expert in range(some.shape[0]):
         place = places.get(expert)
@@ -153,7 +143,7 @@ def run_expert_by_expert(op: Operation) -> Tensor | None:
     return None if op.writes else torch.stack(kept)
 
 
-def announce(owner: Owner | None, func: OpOverload | str) -> None:
+def announce(owner: shards.Owner | None, func: OpOverload | str) -> None:
     """Announce an operation before it communicates, if the group is still alive."""
     group = None if owner is None else owner()
     if group is not None:
@@ -164,7 +154,7 @@ def announce(owner: Owner | None, func: OpOverload | str) -> None:
 class Announcing(TorchDispatchMode):
     """A mode that announces an operation before its first exchange, and no local operation."""
 
-    def __init__(self, owner: Owner | None, func: OpOverload) -> None:
+    def __init__(self, owner: shards.Owner | None, func: OpOverload) -> None:
         super().__init__()
         self._announce: Callable[[], None] | None = lambda: announce(owner, func)
 
@@ -202,11 +192,11 @@ def run_on_lists(op: Operation) -> object:
             announce(owner, func)
     # Copies do not change a maximum, and a rank without own experts would have no maximum.
     if name == _NORM and _order_of(args, kwargs) != math.inf:
-        local_args[0] = [counted_once(leaf) for leaf in args[0]]
+        local_args[0] = [shards.counted_once(leaf) for leaf in args[0]]
     result = func(*local_args, **local_kwargs)
     if is_mutable:
         for tensor in op.tensors:
-            if is_expert_tensor(tensor):
+            if shards.is_expert_tensor(tensor):
                 # Caches of weights compare torch's counts of writes.
                 torch.autograd.graph.increment_version(tensor._local_tensor)
         if name == _UNSCALE:
@@ -226,29 +216,29 @@ def _order_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     return float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
 
 
-def _experts_by_place(args: Sequence[Any]) -> dict[int, ShareTensor]:
+def _experts_by_place(args: Sequence[Any]) -> dict[int, shards.ShareTensor]:
     """Map each position where one of the lists has an ExpertTensor to that ExpertTensor."""
     found = {}
     for arg in args:
         if isinstance(arg, list | tuple):
             for place, leaf in enumerate(arg):
-                if is_expert_tensor(leaf):
+                if shards.is_expert_tensor(leaf):
                     found.setdefault(place, leaf)
     return found
 
 
 def _pieces(arg: object, experts: Places, *, is_written: bool = False) -> object:
     if not isinstance(arg, list | tuple):
-        return piece_of(arg) if isinstance(arg, Tensor) else arg
+        return shards.piece_of(arg) if isinstance(arg, Tensor) else arg
     return [
         own_part(leaf, experts[place])
         if place in experts and not is_written
-        else (piece_of(leaf) if isinstance(leaf, Tensor) else leaf)
+        else (shards.piece_of(leaf) if isinstance(leaf, Tensor) else leaf)
         for place, leaf in enumerate(arg)
     ]
 
 
-def _wrapped(func: OpOverload, piece: Tensor, expert: ShareTensor | None) -> Tensor:
+def _wrapped(func: OpOverload, piece: Tensor, expert: shards.ShareTensor | None) -> Tensor:
     if expert is None:
         return piece
     is_elementwise = piece.shape == expert._local_tensor.shape
@@ -314,7 +304,9 @@ def run_on_parts(op: Operation) -> object:
     return parts[0] if isinstance(cut, Tensor) else tuple(parts)
 
 
-def _part(some: ShareTensor, experts: Tensor, shard: ExpertShard, whole: Tensor | None) -> Tensor:
+def _part(
+    some: shards.ShareTensor, experts: Tensor, shard: shards.ExpertShard, whole: Tensor | None
+) -> Tensor:
     """Return a view of this rank's experts, or a copy of the experts of another rank.
 
     experts: numbers of experts of one rank, [n, 1, ...] in even steps, or one number [1, ...] with
@@ -337,5 +329,5 @@ def _part(some: ShareTensor, experts: Tensor, shard: ExpertShard, whole: Tensor 
         owner, first = divmod(shard.first_copies[numbers[0]], shard.num_local_experts)
         own = piece[rows(first)].contiguous()
         sent = wait_tensor(broadcast(own, owner, (some._spec.mesh, 0)))
-    held = logical_experts(shard)
+    held = shards.logical_experts(shard)
     return piece[rows(held.index(numbers[0]))] if numbers[0] in held else sent

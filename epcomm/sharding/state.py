@@ -19,17 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from epcomm.errors import ConfigError, ShapeError
+from epcomm.sharding import shards
 from epcomm.sharding.data_parallel import check_fsdp_of_placed
-from epcomm.sharding.shards import (
-    ExpertParameters,
-    ExpertShard,
-    ShareTensor,
-    cut_as,
-    cut_share,
-    is_cut_by_fsdp,
-    is_expert_tensor,
-    logical_experts,
-)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -52,7 +43,7 @@ def note_share(
     Raises:
         ConfigError: FSDP has cut experts that a placement may move.
     """
-    layer: ExpertParameters = module  # type: ignore[assignment]
+    layer: shards.ExpertParameters = module  # type: ignore[assignment]
     check_fsdp_of_placed(layer)
     local_metadata[_METADATA] = _as_list(layer.shard)
     for name in layer.expert_parameters():
@@ -75,7 +66,7 @@ def cut_before_load(
         ShapeError: a share of another rank, of another number of ranks, or of unknown origin.
         ConfigError: codes, or scales of one byte, of another dtype.
     """
-    layer: ExpertParameters = module  # type: ignore[assignment]
+    layer: shards.ExpertParameters = module  # type: ignore[assignment]
     is_own = local_metadata.get(_METADATA) == _as_list(layer.shard)
     for name, parameter in layer.expert_parameters().items():
         value = state_dict.get(prefix + name)
@@ -84,7 +75,7 @@ def cut_before_load(
             state_dict[prefix + name] = _read(value, parameter, layer, prefix + name, is_own)
 
 
-def write_items(fqn: str, tensor: ShareTensor) -> list[WriteItem]:
+def write_items(fqn: str, tensor: shards.ShareTensor) -> list[WriteItem]:
     """Return what this rank writes to a checkpoint: the experts that no lower rank holds."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -103,7 +94,7 @@ def write_items(fqn: str, tensor: ShareTensor) -> list[WriteItem]:
     ]
 
 
-def chunks_of(tensor: ShareTensor) -> list[ChunkStorageMetadata]:
+def chunks_of(tensor: shards.ShareTensor) -> list[ChunkStorageMetadata]:
     """Return a chunk for each expert of this rank: its offset and size in the whole tensor."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -112,7 +103,7 @@ def chunks_of(tensor: ShareTensor) -> list[ChunkStorageMetadata]:
         ChunkStorageMetadata(
             offsets=torch.Size((expert, *(0 for _ in rest))), sizes=torch.Size((1, *rest))
         )
-        for expert in logical_experts(tensor.held)
+        for expert in shards.logical_experts(tensor.held)
     ]
 
 
@@ -142,7 +133,7 @@ class CodesOfCheckpoint(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[arg-type]
 
 
-def checked_part(part: Tensor, tensor: ShareTensor, index: MetadataIndex) -> Tensor:
+def checked_part(part: Tensor, tensor: shards.ShareTensor, index: MetadataIndex) -> Tensor:
     """Return a part of a parameter, in the same memory, for torch.distributed.checkpoint. Local.
 
     The checkpoint reads into it by copy_(), which would convert the numbers of another dtype, so a
@@ -155,10 +146,10 @@ def checked_part(part: Tensor, tensor: ShareTensor, index: MetadataIndex) -> Ten
     return codes
 
 
-def part_at(tensor: ShareTensor, index: MetadataIndex) -> Tensor:
+def part_at(tensor: shards.ShareTensor, index: MetadataIndex) -> Tensor:
     """Return the expert of this rank, [1, ...], whose chunk is at `index`."""
     assert index.offset is not None, "chunks_of() gave each chunk one"
-    place = logical_experts(tensor.held).index(index.offset[0])
+    place = shards.logical_experts(tensor.held).index(index.offset[0])
     return tensor._local_tensor.detach().narrow(0, place, 1)
 
 
@@ -178,7 +169,7 @@ def _check_codes(value: Tensor, parameter: Tensor, what: str, where: str) -> Non
 
 
 def _read(
-    value: Tensor, parameter: Tensor, layer: ExpertParameters, name: str, is_own: bool
+    value: Tensor, parameter: Tensor, layer: shards.ExpertParameters, name: str, is_own: bool
 ) -> Tensor:
     """Return a tensor that can be copied into `parameter`, of what a state_dict has for it.
 
@@ -191,9 +182,9 @@ def _read(
     # One rank holds as many experts as there are, in the order of its placement.
     is_share = num_experts == shard.num_local_experts and is_own
     if num_experts == shard.num_experts and not is_share:
-        if is_cut_by_fsdp(parameter):
-            return cut_as(value, parameter)
-        return _wrapped(parameter, cut_share(value, shard))
+        if shards.is_cut_by_fsdp(parameter):
+            return shards.cut_as(value, parameter)
+        return _wrapped(parameter, shards.cut_share(value, shard))
     if is_share:
         return _wrapped(parameter, value)
     raise ShapeError(
@@ -204,7 +195,7 @@ def _read(
 
 
 def _read_dtensor(
-    value: DTensor, parameter: Tensor, layer: ExpertParameters, name: str, is_own: bool
+    value: DTensor, parameter: Tensor, layer: shards.ExpertParameters, name: str, is_own: bool
 ) -> Tensor:
     if all(placement.is_replicate() for placement in value.placements):
         return _read(value.to_local(), parameter, layer, name, is_own)
@@ -213,7 +204,7 @@ def _read_dtensor(
     own = ((group.rank,), group.world_size, value.placements)
     own = own if is_plain else _part_of(parameter)
     _check_part(what, value, own, shard.num_experts, group.where)
-    placed = value.shard if is_expert_tensor(value) else None
+    placed = value.shard if shards.is_expert_tensor(value) else None
     if shard.physical_to_logical is not None and not (is_own or placed == shard):
         raise ShapeError(
             f"{what} is a rank's part of {list(value.shape)}, and nothing says that it is of the "
@@ -230,7 +221,7 @@ def _wrapped(parameter: Tensor, share: Tensor) -> Tensor:
     share = share.detach()
     if not parameter.is_meta:
         share = share.to(parameter.device)
-    if is_expert_tensor(parameter):
+    if shards.is_expert_tensor(parameter):
         return parameter.like_self(share)
     from torch.distributed.tensor import DTensor
 
@@ -243,9 +234,11 @@ def _wrapped(parameter: Tensor, share: Tensor) -> Tensor:
     )
 
 
-def _as_list(shard: ExpertShard) -> list[int]:
+def _as_list(shard: shards.ExpertShard) -> list[int]:
     share = [shard.first_expert, shard.num_local_experts, shard.num_experts]
-    return share if shard.physical_to_logical is None else share + list(logical_experts(shard))
+    return (
+        share if shard.physical_to_logical is None else share + list(shards.logical_experts(shard))
+    )
 
 
 def _check_part(what: str, value: DTensor, own: _Part, num_experts: int, where: str) -> None:
@@ -271,7 +264,7 @@ def _part_of(tensor: Any) -> _Part:  # noqa: ANN401
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for group in optimizer.param_groups:
-        experts = [p for p in group["params"] if is_expert_tensor(p)]
+        experts = [p for p in group["params"] if shards.is_expert_tensor(p)]
         num_others = len(group["params"]) - len(experts)
         if experts and num_others and isinstance(optimizer, LBFGS):
             raise ConfigError(
@@ -285,13 +278,13 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             _take_own(optimizer, parameter)
 
 
-def _take_own(optimizer: Optimizer, parameter: ShareTensor) -> None:
+def _take_own(optimizer: Optimizer, parameter: shards.ShareTensor) -> None:
     """Replace the DTensors of a loaded state by ExpertTensors that share their memory."""
     state = optimizer.state.get(parameter, {})
     for name, value in state.items():
         if not hasattr(value, "device_mesh"):
             continue
-        if is_expert_tensor(value):
+        if shards.is_expert_tensor(value):
             if value.shard is not parameter.shard and value.shard != parameter.shard:
                 raise ConfigError(
                     f"{_named(optimizer, name, parameter)} has a different placement from the "
@@ -304,6 +297,6 @@ def _take_own(optimizer: Optimizer, parameter: ShareTensor) -> None:
         state[name] = parameter.like_self(value.to_local())
 
 
-def _named(optimizer: Optimizer, name: str, parameter: ShareTensor) -> str:
+def _named(optimizer: Optimizer, name: str, parameter: shards.ShareTensor) -> str:
     shape = list(parameter.shape)
     return f"{type(optimizer).__name__}.step: {name} of an expert parameter of {shape}"

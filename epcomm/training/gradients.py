@@ -16,14 +16,7 @@ from epcomm.errors import ConfigError, grouped
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.placement.expert_placement import ExpertPlacement
-from epcomm.sharding.shards import (
-    counted_once,
-    is_cut_by_fsdp,
-    is_expert_tensor,
-    piece_of,
-    replicated_parameters,
-    sharded_parameters,
-)
+from epcomm.sharding import shards
 from epcomm.types import sum_dtype
 
 
@@ -37,7 +30,7 @@ def sum_replicated_gradients(model: nn.Module, group: EPGroup) -> None:
     Raises:
         ConfigError: a gradient is a DTensor, which FSDP has reduced already.
     """
-    parameters = [p for p in replicated_parameters(model) if p.requires_grad]
+    parameters = [p for p in shards.replicated_parameters(model) if p.requires_grad]
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         raise ConfigError(
             "sum_replicated_gradients: a parameter is a DTensor, whose gradients FSDP reduces "
@@ -56,7 +49,7 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], group: EPGroup, *, phase:
         parts = collectives.all_to_all(padded, phase=phase)
         total = parts.to(sum_dtype(flat.dtype)).sum(dim=0).to(flat.dtype)
         total = collectives.all_gather(total, phase=phase).flatten()[:size]
-        sizes = [piece_of(parameter).numel() for parameter in same]
+        sizes = [shards.piece_of(parameter).numel() for parameter in same]
         for parameter, part in zip(same, total.split(sizes), strict=True):
             _set_gradient(parameter, part)
 
@@ -86,7 +79,7 @@ def ignore_experts_in_ddp(model: nn.Module) -> None:
     """
     # torch keeps the ignored names in this attribute and has no public function to extend it.
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    sharded = {id(parameter) for parameter in sharded_parameters(model)}
+    sharded = {id(parameter) for parameter in shards.sharded_parameters(model)}
     ignored |= {
         name
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -105,7 +98,7 @@ def sum_expert_gradients(model: nn.Module, copies: EPGroup) -> None:
 
     Collective: yes, two messages a dtype.   Host sync: as the transport.
     """
-    parameters = [p for p in sharded_parameters(model) if p.requires_grad]
+    parameters = [p for p in shards.sharded_parameters(model) if p.requires_grad]
     _sum_gradients(parameters, copies, phase="sum_expert_gradients")
 
 
@@ -167,17 +160,21 @@ def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> 
     Collective: yes.   Host sync: as the transport.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    square = _square_of(replicated_parameters(model), next(model.parameters()).device)
-    experts = sharded_parameters(model)
+    square = _square_of(shards.replicated_parameters(model), next(model.parameters()).device)
+    experts = shards.sharded_parameters(model)
     if group is not None:
-        own = _square_of([p for p in experts if not is_cut_by_fsdp(p)], group.collectives.device)
+        own = _square_of(
+            [p for p in experts if not shards.is_cut_by_fsdp(p)], group.collectives.device
+        )
         square = square + group.collectives.all_gather(own, phase="clip_grad_norm").sum()
-        square = square + _square_of([p for p in experts if is_cut_by_fsdp(p)], square.device)
+        square = square + _square_of(
+            [p for p in experts if shards.is_cut_by_fsdp(p)], square.device
+        )
     norm = square.sqrt()
     # 1e-6 guards against gradients of zero, as in torch.nn.utils.clip_grad_norm_.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        piece_of(gradient).detach().mul_(factor)
+        shards.piece_of(gradient).detach().mul_(factor)
     return norm
 
 
@@ -187,8 +184,8 @@ def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tens
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            if is_expert_tensor(gradient):
-                gradient = counted_once(gradient).detach()
+            if shards.is_expert_tensor(gradient):
+                gradient = shards.counted_once(gradient).detach()
             square = gradient.float().square().sum()
             total = total + (square.full_tensor() if isinstance(square, DTensor) else square)
     return total
@@ -196,14 +193,14 @@ def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tens
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
-        return torch.zeros_like(piece_of(parameter))
-    return piece_of(parameter.grad).detach()
+        return torch.zeros_like(shards.piece_of(parameter))
+    return shards.piece_of(parameter.grad).detach()
 
 
 def _set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     if isinstance(parameter, DTensor) and parameter.grad is not None:
-        piece_of(parameter.grad).detach().copy_(gradient.view_as(piece_of(parameter)))
-    elif is_expert_tensor(parameter):
-        parameter.grad = parameter.like_self(gradient.view_as(piece_of(parameter)))
+        shards.piece_of(parameter.grad).detach().copy_(gradient.view_as(shards.piece_of(parameter)))
+    elif shards.is_expert_tensor(parameter):
+        parameter.grad = parameter.like_self(gradient.view_as(shards.piece_of(parameter)))
     else:
         parameter.grad = gradient.view_as(parameter)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from epcomm.buffers import sizes
 from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.collective.base import (
     COLLECTIVE_CAPS,
@@ -22,15 +23,6 @@ from epcomm.buffers.collective.base import (
     row_bytes_of,
 )
 from epcomm.buffers.row_layout import wire_tensor_of
-from epcomm.buffers.sizes import (
-    CallShape,
-    Region,
-    RowBytes,
-    index_region,
-    rows_region,
-    slot_regions,
-    sum_regions,
-)
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import any_flags, guard_ids
@@ -57,29 +49,29 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         return COLLECTIVE_CAPS
 
     @classmethod
-    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[sizes.Region, ...]:
         max_tokens, columns = spec.max_tokens_per_rank, spec.returned_columns(world_size)
         hidden_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
         total_bytes = spec.hidden_format.data_bytes(spec.hidden_size)
         padded = None if max_tokens is None else align_up(max_tokens, world_size)
         # Rows need no memory, because they are the caller's hidden states.
         return (
-            index_region(spec, rows_per_token=world_size, max_rows=max_tokens),
-            *slot_regions(spec, row_bytes=hidden_bytes, max_rows=max_tokens),
-            *sum_regions(spec, world_size, sent=padded, returned=padded, num_columns=columns),
-            rows_region("gathered sums", total_bytes, per_token=world_size, max_rows=padded),
+            sizes.index_region(spec, rows_per_token=world_size, max_rows=max_tokens),
+            *sizes.slot_regions(spec, row_bytes=hidden_bytes, max_rows=max_tokens),
+            *sizes.sum_regions(spec, world_size, sent=padded, returned=padded, num_columns=columns),
+            sizes.rows_region("gathered sums", total_bytes, per_token=world_size, max_rows=padded),
         )
 
     @classmethod
     def wire_bytes(
-        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+        cls, spec: BufferSpec, call: sizes.CallShape, *, backward: bool = False
     ) -> BufferTraffic:
         share = align_up(call.tokens_of_rank[call.rank], call.world_size) // call.world_size
         # Every rank sends each other rank one share of the partial sums and one of the totals.
-        wide = RowBytes.of(spec, call.world_size, backward=backward)
+        wide = sizes.RowBytes.of(spec, call.world_size, backward=backward)
         # Totals are not quantised.
         plain = replace(spec, combine_format=None, backward_format=None)
-        total = RowBytes.of(plain, backward=backward)
+        total = sizes.RowBytes.of(plain, backward=backward)
         share_bytes = share * (wide.combine + total.combine)
         return BufferTraffic(
             combine_bytes=share_bytes * (call.world_size - 1),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Dispatched, ReturnsSlots
+from epcomm.buffers.nvlink import sizes
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.low_latency_masked import hand_out_masked, scale_reasons
 from epcomm.buffers.nvlink.low_latency_state import (
@@ -28,13 +29,6 @@ from epcomm.buffers.nvlink.low_latency_state import (
     scale_words,
 )
 from epcomm.buffers.nvlink.memory import as_words
-from epcomm.buffers.nvlink.sizes import (
-    group_reasons,
-    low_latency_layout,
-    low_latency_regions,
-    sum_bytes,
-    wire_row_bytes,
-)
 from epcomm.buffers.sizes import CallShape, Region, max_slots_of
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
@@ -100,7 +94,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             reasons.append(f"returns at most {MAX_RETURNED_ROWS} slots a token, not {spec.top_k}")
         if (spec.returns_slots or spec.sums_at_source) and spec.combine_format is not None:
             reasons.append(f"returns slots as {spec.hidden_format}, not as {spec.combine_format}")
-        reasons += group_reasons(spec, world_size)
+        reasons += sizes.group_reasons(spec, world_size)
         if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:
             reasons.append("gives every expert the same capacity, so expert_alignment must be 1")
         if cls.handed_layout is Layout.MASKED:
@@ -111,7 +105,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         layout = cls.layout_for(spec, world_size)
         num_slots = cls._max_slots_of(spec, layout.num_rows)
-        return low_latency_regions(spec, layout, num_slots, cls.handed_layout)
+        return sizes.low_latency_regions(spec, layout, num_slots, cls.handed_layout)
 
     @classmethod
     def _max_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
@@ -123,7 +117,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     @classmethod
     def layout_for(cls, spec: BufferSpec, world_size: int) -> LowLatencyLayout:
         """Return the layout of the blocks that such buffers open. Local."""
-        return low_latency_layout(spec, world_size, cls.num_buffers_of(spec), cls.line_tokens)
+        return sizes.low_latency_layout(spec, world_size, cls.num_buffers_of(spec), cls.line_tokens)
 
     @classmethod
     def wire_bytes(
@@ -133,8 +127,8 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         num_returned = call.slots_received if layout.returns_slots else call.sums_sent
         control = call.tokens_of_rank[call.rank] * layout.metadata_bytes + layout.control_bytes
         return BufferTraffic(
-            dispatch_bytes=call.rows_sent * wire_row_bytes(spec),
-            combine_bytes=num_returned * sum_bytes(spec),
+            dispatch_bytes=call.rows_sent * sizes.wire_row_bytes(spec),
+            combine_bytes=num_returned * sizes.sum_bytes(spec),
             control_bytes=(call.world_size - 1) * control,
         )
 
@@ -478,8 +472,8 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         """Return the bytes sent to other ranks so far.   Host sync: yes."""
         rows, metadata, headers, sums = self._counters.tolist()
         return BufferTraffic(
-            dispatch_bytes=rows * wire_row_bytes(self._spec),
-            combine_bytes=sums * sum_bytes(self._spec),
+            dispatch_bytes=rows * sizes.wire_row_bytes(self._spec),
+            combine_bytes=sums * sizes.sum_bytes(self._spec),
             control_bytes=metadata * self._layout.metadata_bytes
             + headers * self._layout.control_bytes,
         )

@@ -24,21 +24,8 @@ from epcomm.integrations.deep_ep.normal import (
     sum_of_biases,
 )
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
+from epcomm.integrations.deep_ep.v1 import low_latency, normal
 from epcomm.integrations.deep_ep.v1.config import Config
-from epcomm.integrations.deep_ep.v1.low_latency import (
-    LowLatency,
-    LowLatencyHandle,
-    Receive,
-    slots_spec,
-)
-from epcomm.integrations.deep_ep.v1.normal import (
-    PLAIN,
-    QUANTIZED,
-    NormalHandle,
-    NormalRequest,
-    SavedHandles,
-    with_length,
-)
 from epcomm.types import align_up
 
 if TYPE_CHECKING:
@@ -53,7 +40,7 @@ DispatchResult = tuple[
     EventOverlap,
 ]
 LowLatencyResult = tuple[
-    XTensors, Tensor, tuple[Tensor, Tensor, int, int, int], EventOverlap, Receive | None
+    XTensors, Tensor, tuple[Tensor, Tensor, int, int, int], EventOverlap, low_latency.Receive | None
 ]
 
 _BFLOAT16 = (torch.bfloat16,)
@@ -111,8 +98,8 @@ class Buffer:
             )
         self._ranks = Ranks(ranks)
         self._comm_stream = CommStream()
-        self._saved_handles = SavedHandles()
-        self._low_latency = LowLatency(self._ranks)
+        self._saved_handles = normal.SavedHandles()
+        self._low_latency = low_latency.LowLatency(self._ranks)
         self._rows_to_return: dict[tuple[int, ...], Tensor] = {}
         self.group = group
         self.rank, self.group_size = self._ranks.rank, self._ranks.size
@@ -239,9 +226,9 @@ class Buffer:
             check.number("num_worst_tokens", num_worst_tokens)
             _check_launch(check, config, previous_event, async_finish, allocate_on_comm_stream)
             if exchange is not None:
-                check.rows_along(rows, exchange, PLAIN, QUANTIZED)
+                check.rows_along(rows, exchange, normal.PLAIN, normal.QUANTIZED)
             else:
-                request = NormalRequest(
+                request = normal.NormalRequest(
                     rows=rows,
                     topk_idx=topk_idx,
                     topk_weights=topk_weights,
@@ -261,14 +248,14 @@ class Buffer:
         if exchange is not None:
             with call as under_way:
                 along, _ = send_along(self._ranks, exchange, rows)
-                along = with_length(along, exchange.max_rows)
+                along = normal.with_length(along, exchange.max_rows)
                 event = under_way.event([rows.x, rows.scales, along.x, along.scales])
             return along.as_given(), None, None, None, None, event
         assert request is not None, "just made"
         assert check.spec is not None, "just checked"
         with call as under_way:
             received = request.send(self._ranks, check.spec)
-            made = NormalHandle.of(
+            made = normal.NormalHandle.of(
                 received.exchange, request.is_in_rank, self._saved_handles, config.num_channels
             )
             out, ids, weights = received.rows, received.topk_ids, received.topk_weights
@@ -367,7 +354,7 @@ class Buffer:
             if use_fp8 and use_ue8m0 and not round_scale:
                 fault = "use_ue8m0=True came with round_scale=False, expected round_scale=True"
                 raise check.error(ConfigError, fault, "only powers of two fit into a byte")
-            check.spec = spec = slots_spec(
+            check.spec = spec = low_latency.slots_spec(
                 *(x.shape[1], top_k, num_local, most),
                 use_fp8=use_fp8,
                 round_scale=round_scale,
@@ -420,7 +407,7 @@ class Buffer:
         block_m: int | None = None,
         threshold: int | None = None,
         num_sms: int | None = None,
-    ) -> tuple[Tensor, EventOverlap, Receive | None]:
+    ) -> tuple[Tensor, EventOverlap, low_latency.Receive | None]:
         """Sum the rows of each token times their weights, in float32 and in the order of k.
 
         Rows return by the routing of the dispatch, so that the values of topk_idx are not read.
@@ -486,24 +473,24 @@ class Buffer:
         self, handle: tuple[Tensor, Tensor, int, int, int]
     ) -> Tensor:
         """Return memory for the rows of a combine, bfloat16 [L, W * M, H], for zero_copy."""
-        check = self._begin("get_next_low_latency_combine_buffer", low_latency=True)
+        check = self._begin("get_next_low_latency_combine_buffer", is_low_latency=True)
         if not self._is_own(handle):
             raise check.handle_error(handle, "low_latency_dispatch() of this Buffer")
         # Each caller gets an alias, so that autograd's version counter does not stay with the
         # memory.
         return self._combine_memory(handle).detach()
 
-    def _begin(self, function: str, like: object = None, *, low_latency: bool = False) -> Check:
+    def _begin(self, function: str, like: object = None, *, is_low_latency: bool = False) -> Check:
         """Begin a call whose tensors are where `like` is; return the checks of its arguments."""
         check = Check(function, self._ranks, like)
-        if low_latency and not self.low_latency_mode:
+        if is_low_latency and not self.low_latency_mode:
             fault = "the Buffer was made without low_latency_mode, expected low_latency_mode=True"
             raise check.error(ConfigError, fault, "pass it to Buffer()")
         return check
 
     def _begin_low_latency(self, function: str, like: object = None) -> Check:
         """Begin a call without the ranks that are masked."""
-        check = self._begin(function, like, low_latency=True)
+        check = self._begin(function, like, is_low_latency=True)
         if self.enable_shrink:
             masked = frozenset(self._mask_status.nonzero().flatten().tolist())
             if masked - self._excluded:
@@ -519,18 +506,18 @@ class Buffer:
             refuse_along(self._ranks, Service.NORMAL, error)
         return exchange
 
-    def _is_own(self, handle: object) -> TypeGuard[LowLatencyHandle]:
+    def _is_own(self, handle: object) -> TypeGuard[low_latency.LowLatencyHandle]:
         """Return whether low_latency_dispatch() of this Buffer made a handle."""
-        return isinstance(handle, LowLatencyHandle) and handle.ranks is self._ranks
+        return isinstance(handle, low_latency.LowLatencyHandle) and handle.ranks is self._ranks
 
     def _masks(self) -> Tensor:
-        check = self._begin("low_latency_mask_buffer", low_latency=True)
+        check = self._begin("low_latency_mask_buffer", is_low_latency=True)
         if not self.enable_shrink:
             fault = "the Buffer was made without enable_shrink, expected enable_shrink=True"
             raise check.error(ConfigError, fault, "pass it to Buffer()")
         return self._mask_status
 
-    def _combine_memory(self, handle: LowLatencyHandle) -> Tensor:
+    def _combine_memory(self, handle: low_latency.LowLatencyHandle) -> Tensor:
         """Return the rows that a combine with zero_copy sends, one memory a shape."""
         shape, device = handle.slab_shape, self._ranks.device
         if shape not in self._rows_to_return:

@@ -10,15 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from epcomm.errors import CapacityError, ShapeError
+from epcomm.integrations.deep_ep import normal
 from epcomm.integrations.deep_ep.checks import FLOAT32, IDS, Check, Dtypes
-from epcomm.integrations.deep_ep.normal import (
-    ReceivedRows,
-    RowExchange,
-    Rows,
-    Uncopied,
-    dispatch_rows,
-    spec_of,
-)
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.spec import BufferSpec
 
@@ -39,7 +32,7 @@ class NormalRequest(NamedTuple):
     service: ROW_BUDGET: num_worst_tokens rows, at most as many tokens, and no host sync.
     """
 
-    rows: Rows
+    rows: normal.Rows
     topk_idx: Tensor | None
     topk_weights: Tensor | None
     is_in_rank: Tensor
@@ -62,7 +55,7 @@ class NormalRequest(NamedTuple):
         if has_topk:
             top_k, num_local = check.top_k(num_tokens, ids, weights), num_experts // num_ranks
         most = self.num_worst_tokens if self.service.is_static else None
-        check.spec = spec_of(self.rows.form, top_k, num_local, max_tokens=most)
+        check.spec = normal.spec_of(self.rows.form, top_k, num_local, max_tokens=most)
         check.tensor("is_token_in_rank", self.is_in_rank, (num_tokens, num_ranks), (torch.bool,))
         if has_topk:
             check.tensor("topk_idx", ids, (num_tokens, None), IDS)
@@ -72,7 +65,7 @@ class NormalRequest(NamedTuple):
         if self.service.is_static:
             check.num_tokens(num_tokens, "num_worst_tokens", self.num_worst_tokens)
 
-    def send(self, ranks: Ranks, spec: BufferSpec) -> ReceivedRows:
+    def send(self, ranks: Ranks, spec: BufferSpec) -> normal.ReceivedRows:
         """Dispatch; ids are those of is_in_rank where there are none.
 
         Collective: yes.   Host sync: one, none where sizes are static.
@@ -87,7 +80,7 @@ class NormalRequest(NamedTuple):
             ids = torch.where(self.is_in_rank, everyone, -1)
             weights = torch.ones_like(ids, dtype=torch.float32)
         topk = ids.long(), weights
-        received = dispatch_rows(
+        received = normal.dispatch_rows(
             ranks, self.service, self.rows, topk, spec, num_sms=self.num_sms, options=options
         )
         if self.service.is_static:
@@ -99,7 +92,7 @@ class NormalRequest(NamedTuple):
         return _with_worst_rows(ranks, received, most) if most else received
 
 
-def _with_worst_rows(ranks: Ranks, received: ReceivedRows, most: int) -> ReceivedRows:
+def _with_worst_rows(ranks: Ranks, received: normal.ReceivedRows, most: int) -> normal.ReceivedRows:
     """Pad the received rows to `most` rows.
 
     Collective: yes.   Host sync: yes.
@@ -124,12 +117,12 @@ def _with_worst_rows(ranks: Ranks, received: ReceivedRows, most: int) -> Receive
     )
 
 
-def with_length(rows: Rows, length: int) -> Rows:
+def with_length(rows: normal.Rows, length: int) -> normal.Rows:
     """Return the rows padded with undefined rows to `length`. Local."""
     if rows.x.shape[0] == length:
         return rows
     scales = None if rows.scales is None else _lengthened(rows.scales, length)
-    return Rows(x=_lengthened(rows.x, length), scales=scales)
+    return normal.Rows(x=_lengthened(rows.x, length), scales=scales)
 
 
 def _lengthened(tensor: Tensor, length: int) -> Tensor:
@@ -147,9 +140,9 @@ class SavedHandles:
     """
 
     def __init__(self) -> None:
-        self._exchanges: dict[StorageWeakRef, RowExchange] = {}
+        self._exchanges: dict[StorageWeakRef, normal.RowExchange] = {}
 
-    def keep(self, channel_prefix: Tensor, exchange: RowExchange) -> None:
+    def keep(self, channel_prefix: Tensor, exchange: normal.RowExchange) -> None:
         """Keep the exchange for as long as the memory of channel_prefix_matrix exists."""
         self.drop_freed()
         self._exchanges[StorageWeakRef(channel_prefix.untyped_storage())] = exchange
@@ -159,7 +152,7 @@ class SavedHandles:
         for key in [key for key in self._exchanges if key.expired()]:
             del self._exchanges[key]
 
-    def find(self, handle: object) -> RowExchange | None:
+    def find(self, handle: object) -> normal.RowExchange | None:
         """Return the exchange of a handle or of its six tensors, or None if there is none."""
         if isinstance(handle, NormalHandle):
             return handle.exchange
@@ -171,7 +164,7 @@ class SavedHandles:
         return self._exchanges.get(StorageWeakRef(prefix.untyped_storage()))
 
 
-class NormalHandle(Uncopied, tuple[Tensor, ...]):
+class NormalHandle(normal.Uncopied, tuple[Tensor, ...]):
     """The tuple that V1 returns; programs pass it to later calls and read none of it.
 
     0: rank_prefix_matrix [W, W], int32; column `rank` has the received rows up to and with each
@@ -189,14 +182,14 @@ class NormalHandle(Uncopied, tuple[Tensor, ...]):
     Lifetime: as long as the program holds it, or its tensors.
     """
 
-    exchange: RowExchange
+    exchange: normal.RowExchange
     is_in_rank: Tensor
     channels: int
     _saved: SavedHandles
 
     @classmethod
     def of(
-        cls, exchange: RowExchange, is_in_rank: Tensor, saved: SavedHandles, channels: int
+        cls, exchange: normal.RowExchange, is_in_rank: Tensor, saved: SavedHandles, channels: int
     ) -> Self:
         """Make the handle of a dispatch; saved: of the Buffer whose calls will take it. Local."""
         handle = cls()

@@ -9,20 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm.errors import EPError, HandleError, ShapeError
+from epcomm.integrations.deep_ep import normal
 from epcomm.integrations.deep_ep.checks import FLOAT32, Absent, Check
 from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandle, EventOverlap
-from epcomm.integrations.deep_ep.normal import (
-    RowExchange,
-    Rows,
-    XTensors,
-    announce_along,
-    detached,
-    refuse_along,
-    refuse_dispatch,
-    return_rows,
-    send_along,
-    sum_of_biases,
-)
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.integrations.deep_ep.v2 import sizes
 from epcomm.integrations.deep_ep.v2.handle import (
@@ -43,7 +32,7 @@ _PEERS = "use torch.distributed.isend and irecv"
 _GATHER = "use torch.distributed.all_gather_into_tensor"
 _ENGRAM = "use the deep_ep package itself, on hosts with RDMA"
 
-DispatchResult = tuple[XTensors, Tensor | None, Tensor | None, EPHandle, EventOverlap]
+DispatchResult = tuple[normal.XTensors, Tensor | None, Tensor | None, EPHandle, EventOverlap]
 
 
 class ElasticBuffer:
@@ -196,7 +185,7 @@ class ElasticBuffer:
 
     def dispatch(
         self,
-        x: XTensors,
+        x: normal.XTensors,
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
         cumulative_local_expert_recv_stats: Tensor | None = None,
@@ -243,7 +232,7 @@ class ElasticBuffer:
         Graph capture: where there is no host sync, once the shape was seen.
         Lifetime: the tensors are the caller's.
         """
-        ranks, rows = self._ranks, Rows.of(x)
+        ranks, rows = self._ranks, normal.Rows.of(x)
         check = Check("dispatch", ranks, rows.x)
         events = (previous_event, previous_event_before_epilogue)
         request, max_tokens = None, num_max_tokens_per_rank
@@ -283,8 +272,8 @@ class ElasticBuffer:
             if request is None:
                 exchange = handle.exchange if isinstance(handle, EPHandle) else None
                 has_weights = topk_weights is not None
-                refuse_along(ranks, Service.NORMAL, error, exchange, has_weights=has_weights)
-            refuse_dispatch(
+                normal.refuse_along(ranks, Service.NORMAL, error, exchange, has_weights=has_weights)
+            normal.refuse_dispatch(
                 *(ranks, request.service, error, check.spec),
                 has_weights=topk_weights is not None,
                 sums_each_k=do_expand and not self.allow_multiple_reduction,
@@ -302,7 +291,7 @@ class ElasticBuffer:
                     cumulative_local_expert_recv_stats.add_(counts)
             else:
                 assert handle is not None, "one of both is there"
-                received, weights = send_along(ranks, handle.exchange, rows, topk_weights)
+                received, weights = normal.send_along(ranks, handle.exchange, rows, topk_weights)
                 if weights is not None and do_expand:
                     weights = spread_to_slots(weights, handle.index)
             positions = handle.positions
@@ -358,7 +347,7 @@ class ElasticBuffer:
         events = (previous_event, previous_event_before_epilogue)
         if not isinstance(handle, EPHandle):
             error = check.handle_error(handle, "dispatch() of an ElasticBuffer")
-            refuse_along(ranks, Service.NORMAL, error)
+            normal.refuse_along(ranks, Service.NORMAL, error)
         exchange, has_weights = handle.exchange, topk_weights is not None
         try:
             _check_launch(check, num_sms, num_qps, events)
@@ -367,18 +356,22 @@ class ElasticBuffer:
         except EPError as error:
             sums_each_k = handle.do_expand and not self.allow_multiple_reduction
             times = exchange.spec.top_k if sums_each_k else 1
-            refuse_along(ranks, Service.NORMAL, error, exchange, num_combines=times)
-        announce_along(ranks, exchange, "combine", x, has_weights=has_weights)
+            normal.refuse_along(ranks, Service.NORMAL, error, exchange, num_combines=times)
+        normal.announce_along(ranks, exchange, "combine", x, has_weights=has_weights)
         with self._comm_stream.call(x.device, *events, is_async=async_with_compute_stream) as call:
             if handle.do_expand:
-                combined, weights = self._sum_slots(x, topk_weights, handle, sum_of_biases(biases))
+                combined, weights = self._sum_slots(
+                    x, topk_weights, handle, normal.sum_of_biases(biases)
+                )
             else:
                 elements, weights = handle.positions.to_elements(x), topk_weights
                 if weights is not None:
                     # Only the rank of an expert returns its weight.
                     weights = handle.positions.to_elements(weights)
                     weights = weights.masked_fill(handle.local_ids < 0, 0.0)
-                combined, weights = return_rows(exchange, elements, weights, sum_of_biases(biases))
+                combined, weights = normal.return_rows(
+                    exchange, elements, weights, normal.sum_of_biases(biases)
+                )
             if handle.is_row is not None and ranks.reads_faults:
                 exchange.buffer.check()
             event = self._event(call, [x, topk_weights, *biases], [combined, weights])
@@ -426,20 +419,22 @@ class ElasticBuffer:
         if weights is not None:
             # Only the rank of an expert returns its weight.
             own_slots = torch.where(handle.local_ids < 0, -1, slots_of_row)
-            scalars = gather_scalars(detached(weights), own_slots)
+            scalars = gather_scalars(normal.detached(weights), own_slots)
         if self.allow_multiple_reduction and named is None:
-            return return_rows(exchange, x, scalars, bias, rows_per=RowsPer.SLOT)
+            return normal.return_rows(exchange, x, scalars, bias, rows_per=RowsPer.SLOT)
         if self.allow_multiple_reduction:
             rows = reduce_rows(
-                detached(x), as_members(slots_of_row, slots_of_row.numel(), is_exact=False)
+                normal.detached(x), as_members(slots_of_row, slots_of_row.numel(), is_exact=False)
             )
-            return return_rows(exchange, _without_unknown(rows, named, x), scalars, bias)
+            return normal.return_rows(exchange, _without_unknown(rows, named, x), scalars, bias)
         shape = (exchange.num_tokens, x.shape[1])
         total = torch.zeros(shape, dtype=torch.float32, device=x.device) if bias is None else bias
         sums = None
         for slots_of_k in slots_of_row.split(1, dim=1):
-            rows = reduce_rows(detached(x), as_members(slots_of_k, len(slots_of_k), is_exact=False))
-            y, returned = return_rows(exchange, _without_unknown(rows, named, x), scalars)
+            rows = reduce_rows(
+                normal.detached(x), as_members(slots_of_k, len(slots_of_k), is_exact=False)
+            )
+            y, returned = normal.return_rows(exchange, _without_unknown(rows, named, x), scalars)
             total, sums, scalars = total + y.float(), sums if scalars is None else returned, None
         return total.to(x.dtype), sums
 
@@ -462,7 +457,7 @@ def _check_launch(
 
 def _check_along(
     check: Check, handle: object, given: Mapping[str, object], absent: Mapping[str, object]
-) -> RowExchange:
+) -> normal.RowExchange:
     """Return the exchange of a handle; given: arguments that are None or those of the handle."""
     if not isinstance(handle, EPHandle):
         raise check.handle_error(handle, "dispatch() of an ElasticBuffer")

@@ -79,8 +79,7 @@ def dense_product(
     if weights != FP8:
         return partial(torch.mm, left, right.t())
     one = torch.ones((), dtype=torch.float32, device=device)
-    scaled_mm = torch.ops.aten._scaled_mm
-    return partial(scaled_mm, left, right.t(), one, one, out_dtype=torch.bfloat16)
+    return partial(torch.ops.aten._scaled_mm, left, right.t(), one, one, out_dtype=torch.bfloat16)
 
 
 def bound_layer(

@@ -151,8 +151,7 @@ class _Case:
 
         @torch.enable_grad()
         def step() -> None:
-            y = layer.whole()
-            y.backward(self.batch.dy)
+            layer.whole().backward(self.batch.dy)
             for tensor in tensors:
                 tensor.grad = None
 
@@ -394,8 +393,7 @@ def measure_layers(
 
 def _ways_of(layer: Layer, device: torch.device) -> tuple[bool, ...]:
     """Return whether a layer is replayed from a graph, or both values to time it eager too."""
-    can_replay = layer.is_capturable and has_graphs(device)
-    if not can_replay or layer.timing.runner in _HOST_RUNNERS:
+    if not (layer.is_capturable and has_graphs(device)) or layer.timing.runner in _HOST_RUNNERS:
         return (False,)
     # Normal mode has a budget of slots for graphs alone.
     return (True,) if layer.timing.mode == Mode.NORMAL else (False, True)
@@ -404,6 +402,5 @@ def _ways_of(layer: Layer, device: torch.device) -> tuple[bool, ...]:
 def _as_read(row: Tensor, experts: ExpertTensors) -> Tensor:
     """Return a row [H] or [I] as a product reads it, in float64: with the values of its codes."""
     if isinstance(experts, Fp8BlockWeights):
-        codes = quantize(row.float().unsqueeze(0), experts.wire_format)
-        row = dequantize(codes, torch.float32)[0]
+        row = dequantize(quantize(row.float().unsqueeze(0), experts.wire_format), torch.float32)[0]
     return row.double()

@@ -98,8 +98,7 @@ class Report:
 
     def add_absent(self, config: EPConfig, reason: str) -> None:
         """Note why a configuration does not serve, once for each backend and mode."""
-        known = {(each.backend, each.mode) for each in self.absent}
-        if (config.backend, config.mode) not in known:
+        if (config.backend, config.mode) not in {(each.backend, each.mode) for each in self.absent}:
             mode = Mode(config.mode)
             missing = MissingContender(backend=config.backend, mode=mode, reasons=(reason,))
             self.absent.append(missing)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from epcomm.calls import header
 from epcomm.calls.faults import check_gradients, raise_faults
+from epcomm.calls.header import MESSAGE_WORDS, NO_BUFFER, CallKind, CallSign
 from epcomm.calls.side_stream import StreamTransfers
 from epcomm.calls.transfers import ThreadTransfers, Transfers
 from epcomm.collectives.base import Closable, Collectives, Scalar
@@ -48,10 +49,10 @@ Report = Callable[[Exception], object]
 
 # The function named in messages about faults; for other kinds, the name of the exchange.
 _FUNCTIONS = {
-    header.CallKind.DISPATCH: "dispatch",
-    header.CallKind.COMBINE: "combine",
-    header.CallKind.COMBINE_BACKWARD: "combine",
-    header.CallKind.DISPATCH_BACKWARD: "combine",
+    CallKind.DISPATCH: "dispatch",
+    CallKind.COMBINE: "combine",
+    CallKind.COMBINE_BACKWARD: "combine",
+    CallKind.DISPATCH_BACKWARD: "combine",
 }
 
 
@@ -194,7 +195,7 @@ class Calls:
         return len(self._dispatchers)
 
     def header(
-        self, kind: header.CallKind, sign: header.CallSign, *, flags: int = 0, num_rows: int = 0
+        self, kind: CallKind, sign: CallSign, *, flags: int = 0, num_rows: int = 0
     ) -> list[int]:
         """Return the header of this rank's next call, with FAULT and CHECK 0. Local.
 
@@ -203,7 +204,7 @@ class Calls:
         who = (int(kind), 0, sign.buffer, sign.dispatcher, sign.batch, self.next_batch)
         return [*who, sign.size, 0, flags, num_rows, 0]
 
-    def message(self, words: Sequence[int], num_words: int = header.MESSAGE_WORDS) -> Tensor:
+    def message(self, words: Sequence[int], num_words: int = MESSAGE_WORDS) -> Tensor:
         """Return `words` and then zeros, [W, num_words], int64, on the device. Host sync: none."""
         device = self.collectives.device
         message = torch.zeros(self.world_size, num_words, dtype=torch.int64, device=device)
@@ -230,8 +231,8 @@ class Calls:
 
     def announce(
         self,
-        kind: header.CallKind,
-        sign: header.CallSign = header.NO_BUFFER,
+        kind: CallKind,
+        sign: CallSign = NO_BUFFER,
         *,
         size: int | None = None,
         error: EPError | None = None,
@@ -264,7 +265,7 @@ class Calls:
             EPError: some rank refuses; on every rank.
         """
         if fault is None:
-            in_combine = kind is not header.CallKind.DISPATCH
+            in_combine = kind is not CallKind.DISPATCH
             fault = 0 if error is None else fault_word(error, in_combine=in_combine)
         words = self.header(kind, sign, flags=flags, num_rows=num_rows)
         words[header.FAULT] = fault
@@ -339,12 +340,10 @@ class Calls:
         if not self.waits:
             self.settle()
             return phase
-        self.announce_to_parts(header.CallKind.RECORDS, phase=phase)
+        self.announce_to_parts(CallKind.RECORDS, phase=phase)
         return f"{phase}, records"
 
-    def announce_to_parts(
-        self, kind: header.CallKind, sign: header.CallSign = header.NO_BUFFER, *, phase: str
-    ) -> None:
+    def announce_to_parts(self, kind: CallKind, sign: CallSign = NO_BUFFER, *, phase: str) -> None:
         """Announce a call of the whole group to the ranks of each part first.
 
         Other ranks may be in a call of a buffer that uses the parts, and wait for this rank there.
@@ -417,7 +416,7 @@ class Calls:
     def _wrong_word(self, words: Sequence[int], number: int) -> str | None:
         """Return what is wrong with the first invalid word of call `number`, or None."""
         most = (
-            ("kind", header.KIND, 1, len(header.CallKind)),
+            ("kind", header.KIND, 1, len(CallKind)),
             ("buffer", header.BUFFER, header.ANY, len(self._buffers)),
             ("dispatcher", header.DISPATCHER, header.ANY, len(self._dispatchers)),
             ("batch", header.BATCH, header.ANY, self.next_batch - 1),
@@ -513,10 +512,10 @@ class Calls:
                 f"{names.describe(others)} do{'' if len(others) > 1 else 'es'} not"
             )
             advice = "pass the same decode on all ranks, and " + advice
-        if any(call[0] == header.CallKind.PARAMETERS for call in calls):
+        if any(call[0] == CallKind.PARAMETERS for call in calls):
             advice += ", or call to_local() if one rank needs a value of only its experts"
         return (
-            f"{header.CallKind(calls[names.place][0]).text}: {' while '.join(parts)}, call "
+            f"{CallKind(calls[names.place][0]).text}: {' while '.join(parts)}, call "
             f"{self.next_batch - 1} of the group (this is {names.where}){decodes}; no rows were "
             f"sent and the group is usable; {advice}"
         )
@@ -524,18 +523,18 @@ class Calls:
     def _name(self, call: tuple[int, ...]) -> str:
         """Return a call in words: `combine of dispatcher 2 (low_latency, the batch of call 5)`."""
         kind, buffer, dispatcher, batch, _, size = call
-        if kind == header.CallKind.PARAMETERS:
+        if kind == CallKind.PARAMETERS:
             return f"{header.operation_of(size)} of an expert parameter"
         mode, details = self._mode_of(dispatcher), []
         if mode is not None:
             details.append(str(mode))
         if buffer > 0:
             details.append(f"buffer {buffer}: {self._buffers[buffer - 1]}")
-        if batch > 0 and kind != header.CallKind.DISPATCH:
+        if batch > 0 and kind != CallKind.DISPATCH:
             details.append(f"the batch of call {batch}")
-        if size > 0 and kind == header.CallKind.COMBINE_BACKWARD:
+        if size > 0 and kind == CallKind.COMBINE_BACKWARD:
             details.append(f"rows of {size >> header.DTYPE_BITS} elements")
-        name = header.CallKind(kind).text
+        name = CallKind(kind).text
         if dispatcher > 0:
             name += f" of dispatcher {dispatcher}"
         return f"{name} ({', '.join(details)})" if details else name

@@ -249,7 +249,6 @@ def _weights_of(spec: MoESpec, inner_size: int | None, kind: str | None) -> Expe
         )
     empty = partial(torch.empty, dtype=spec.dtype, device="meta")
     gate_up = empty(1, 2 * inner_size, spec.hidden_size)
-    down = empty(1, spec.hidden_size, inner_size)
-    plain = ExpertWeights(gate_up_proj=gate_up, down_proj=down)
+    plain = ExpertWeights(gate_up_proj=gate_up, down_proj=empty(1, spec.hidden_size, inner_size))
     quantized = QUANTIZED_KINDS.get(kind or "")
     return plain if quantized is None else quantized.from_unquantized(plain)

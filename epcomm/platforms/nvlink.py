@@ -51,9 +51,8 @@ class PeerReach:
 
 def reach_of(device: torch.device) -> PeerReach:
     """Find the NVLink peers of a CUDA device of this process. Local; allocates nothing on it."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
     try:
-        return reach_in(nvlink_peers(), uuid)
+        return reach_in(nvlink_peers(), str(torch.cuda.get_device_properties(device).uuid))
     except NvmlError as error:
         return PeerReach(lacks=str(error))
 

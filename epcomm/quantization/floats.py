@@ -168,8 +168,7 @@ def _power_of_two_scales(amax: Tensor, most_bits: int) -> tuple[Tensor, Tensor]:
     """Return the biased exponents of the scales, uint8, and the factors of the elements."""
     exponents = power_of_two_exponents(amax, most_bits)
     # No finite block exceeds 253, so the inverse is normal too.
-    factors = ((254 - exponents) << 23).view(torch.float32)
-    return exponents.to(torch.uint8), factors
+    return exponents.to(torch.uint8), ((254 - exponents) << 23).view(torch.float32)
 
 
 def _write_row_scales(amax: Tensor, row_scales: Tensor) -> tuple[Tensor, Tensor]:

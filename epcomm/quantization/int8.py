@@ -63,8 +63,7 @@ def _half_to_even(quotients: Tensor) -> Tensor:
 def _cut_and_half_away(quotients: Tensor) -> Tensor:
     # The cut is right for normal float16 numbers; smaller ones round to the code 0 either way.
     cut = (quotients.view(torch.int32) & _FLOAT16_MASK).view(torch.float32)
-    away = torch.copysign(torch.floor(cut.abs() + 0.5), cut)
-    return away.clamp(-INT8_MAX, INT8_MAX)
+    return torch.copysign(torch.floor(cut.abs() + 0.5), cut).clamp(-INT8_MAX, INT8_MAX)
 
 
 def _half_up(quotients: Tensor) -> Tensor:

@@ -43,8 +43,7 @@ def row_major(wire: WireTensor) -> WireTensor:
     if scales.stride(-1) != 1:
         scales = from_column_major(scales)
     if layout is not None and layout.packed:
-        num_scales = wire.format.num_scales(wire.hidden_size)
-        scales = scales.view(torch.float8_e8m0fnu)[..., :num_scales]
+        scales = scales.view(torch.float8_e8m0fnu)[..., : wire.format.num_scales(wire.hidden_size)]
     return replace(wire, data=data, scales=scales, scale_layout=None)
 
 

@@ -127,8 +127,7 @@ def alike_blocks(
 
     def equal(*shape: int, copies: int) -> Tensor:
         values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        scaled = (values / max(1, shape[-1]) ** 0.5).to(dtype)
-        return scaled.expand(copies, *shape).clone()
+        return (values / max(1, shape[-1]) ** 0.5).to(dtype).expand(copies, *shape).clone()
 
     first = intermediate_size * (2 if expert_format.activation.is_gated else 1)
     shapes = (first, hidden_size), (hidden_size, intermediate_size)

@@ -62,8 +62,7 @@ def first_product(
     """Return rows and gate_up matrices; unquantised rows are quantised here."""
     rows, index = dispatched.hidden_states, dispatched.index
     if not rows.format.dtype.is_quantized:
-        quantize = quantizer_for(rows.data.device)
-        rows = quantize(rows.data, weights.wire_format, profile=profile)
+        rows = quantizer_for(rows.data.device)(rows.data, weights.wire_format, profile=profile)
     assert rows.scales is not None, "quantised rows have scales"
     return Product(
         codes=rows.data,

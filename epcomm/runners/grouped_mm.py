@@ -151,5 +151,4 @@ def bias_of_slots(bias: Tensor, index: SlotIndex, num_slots: int) -> Tensor:
     Slots after the last expert get a row of zeros that is part of no bias, because the gradients of
     these slots are undefined.
     """
-    experts = expert_of_slot(index, num_slots)
-    return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[experts]
+    return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[expert_of_slot(index, num_slots)]

@@ -62,13 +62,12 @@ class QuantizedReferenceRunner(ExpertRunner):
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, QuantizedWeights), "supports() said so"
-        slot_weights = slot_weights_to_apply(dispatched, self.name)
         return compute_experts(
             dispatched.hidden_states,
             dispatched.index,
             weights,
             self.int8_profile,
-            slot_weights,
+            slot_weights_to_apply(dispatched, self.name),
             self.block_rows,
         )
 
@@ -223,5 +222,4 @@ def _multiply_int8(tensors: Mapping[str, Tensor], rows: WireTensor, name: str) -
     assert rows.scales is not None, "quantised rows have scales"
     codes, scale = tensors[f"{name}_proj"][0], tensors[f"{name}_scale"][0]
     # float64 holds every sum of products of int8 exactly, and is faster than integers on a CPU.
-    product = rows.data.double() @ codes.double().T
-    return product.float() * rows.scales.float() * scale
+    return (rows.data.double() @ codes.double().T).float() * rows.scales.float() * scale

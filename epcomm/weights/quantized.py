@@ -219,9 +219,8 @@ class Fp8BlockWeights(QuantizedWeights):
         num_rows, num_columns = matrices.shape[1:]
         padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
         padded = torch.nn.functional.pad(matrices.float(), padding)
-        blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
         # quantize() has a floor, which small weights would fall below.
-        amax = blocks.abs().amax(dim=(2, 4))
+        amax = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK)).abs().amax(dim=(2, 4))
         found = _scale_of(amax) if scales is ScaleDtype.FLOAT32 else _power_of_two_of(amax)
         scaled = matrices.float() / _spread(found, matrices)
         return scaled.to(torch.float8_e4m3fn), found.to(scales.torch_dtype)

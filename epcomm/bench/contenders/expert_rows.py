@@ -60,8 +60,7 @@ class ExpertRows(Contender[ExpertRowsBatch]):
         world_size, num_local = self._world_size, self._num_local
         flat_ids = batch.topk_ids.flatten()
         pairs_by_expert = flat_ids.argsort(stable=True)
-        num_experts = world_size * num_local
-        sent_counts = count_experts(flat_ids, num_experts).view(world_size, num_local)
+        sent_counts = count_experts(flat_ids, world_size * num_local).view(world_size, num_local)
         received_counts = torch.empty_like(sent_counts)
         dist.all_to_all_single(received_counts, sent_counts)
         send_splits, recv_splits = torch.stack([sent_counts, received_counts]).sum(dim=2).tolist()
@@ -106,8 +105,7 @@ class ExpertRows(Contender[ExpertRowsBatch]):
         dist.all_to_all_single(
             returned, sent, list(dispatched.send_splits), list(dispatched.recv_splits)
         )
-        members = as_members(table, table.numel())
-        return reduce_rows(returned, members, dispatched.weight_of_row)
+        return reduce_rows(returned, as_members(table, table.numel()), dispatched.weight_of_row)
 
     def sent_bytes(self, batch: RankBatch) -> BufferTraffic:
         """Count rows without headers in both directions, and a count for each expert."""

@@ -126,21 +126,20 @@ class AscendStandardBuffer(AllGatherBuffer):
         gathered = yield from self._gather_call(call)
         ids, weights = self._without_masked_entries(gathered)
         rows, positions, index = self._pack(gathered, ids)
-        exchange_plan = AscendStandardExchangePlan(
-            num_tokens=call.topk_ids.shape[0],
-            num_rows=rows.data.shape[0],
-            index=index,
-            tokens_of_rank=gathered.counts.rows_from_rank,
-            row_of_token=gathered.row_of_token,
-            call=gathered.batch,
-            positions=positions,
-            topk_weights=weights,
-        )
         return Dispatched(
             rows=rows,
             index=index,
             slot_weights=None,
-            exchange_plan=exchange_plan,
+            exchange_plan=AscendStandardExchangePlan(
+                num_tokens=call.topk_ids.shape[0],
+                num_rows=rows.data.shape[0],
+                index=index,
+                tokens_of_rank=gathered.counts.rows_from_rank,
+                row_of_token=gathered.row_of_token,
+                call=gathered.batch,
+                positions=positions,
+                topk_weights=weights,
+            ),
             any_flags=gathered.counts.any_flags,
         )
 

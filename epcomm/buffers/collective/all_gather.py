@@ -129,20 +129,19 @@ class AllGatherBuffer(OverCollectives, Buffer):
             first_expert=self._first_expert,
             expert_alignment=self._spec.expert_alignment,
         )
-        exchange_plan = GatheredExchangePlan(
-            num_tokens=call.topk_ids.shape[0],
-            num_rows=gathered.topk_ids.shape[0],
-            index=index,
-            call=gathered.batch,
-            group_sums=self._group_sums(call, gathered.sent_ids, gathered.topk_ids, index),
-            tokens_of_rank=counts.rows_from_rank,
-            row_of_token=gathered.row_of_token,
-        )
         return Dispatched(
             rows=gathered.rows,
             index=index,
             slot_weights=slot_weights,
-            exchange_plan=exchange_plan,
+            exchange_plan=GatheredExchangePlan(
+                num_tokens=call.topk_ids.shape[0],
+                num_rows=gathered.topk_ids.shape[0],
+                index=index,
+                call=gathered.batch,
+                group_sums=self._group_sums(call, gathered.sent_ids, gathered.topk_ids, index),
+                tokens_of_rank=counts.rows_from_rank,
+                row_of_token=gathered.row_of_token,
+            ),
             any_flags=counts.any_flags,
         )
 
@@ -231,10 +230,9 @@ class AllGatherBuffer(OverCollectives, Buffer):
         rows = rows.contiguous()
         self._announce(kind, exchange_plan.call)
         self._traffic.combine(tokens_of_rank, row_bytes_of(rows))
-        returned = self._collectives.all_to_all(
+        return self._collectives.all_to_all(
             rows,
             send_splits=tokens_of_rank,
             recv_splits=[exchange_plan.num_tokens] * world_size,
             phase=kind.text,
-        )
-        return returned.view(world_size, exchange_plan.num_tokens, rows.shape[1])
+        ).view(world_size, exchange_plan.num_tokens, rows.shape[1])

@@ -151,8 +151,7 @@ class SendPlan:
         assert self.groups is not None, "only rows of groups are numbered"
         if not self.groups.sums_at_source:
             return numbers
-        found = numbers.gather(1, self._columns.clamp(min=0))
-        return torch.where(self._columns < 0, -1, found)
+        return torch.where(self._columns < 0, -1, numbers.gather(1, self._columns.clamp(min=0)))
 
     def run_ahead(self) -> None:
         """Launch work that does not depend on the headers of other ranks; plain torch has none."""
@@ -485,9 +484,8 @@ class RowsBuffer(OverCollectives, AddsBias):
         self._mover.check_open()
         layout, sending, batch = self._dispatch_layout, self._send_plan(call), self._new_batch(call)
         headers = sending.headers(self._calls, batch, has_rest=self._has_rest)
-        exchange = self._mover.exchange_headers(call)
         counts = yield from self._exchange_counts(
-            call, headers, exchange=exchange, meanwhile=sending.run_ahead
+            call, headers, exchange=self._mover.exchange_headers(call), meanwhile=sending.run_ahead
         )
         send_splits = counts.rows_to_rank
         sends = sending.order(sum(send_splits))

@@ -146,19 +146,18 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             first_expert=self._first_expert,
             expert_alignment=alignment,
         )
-        exchange_plan = StaticExchangePlan(
-            num_tokens=topk_ids.shape[0],
-            num_rows=self._num_rows,
-            index=index,
-            has_failed=has_failed,
-            call=batch,
-            group_sums=self._group_sums(call, topk_ids, ids, index),
-        )
         return Dispatched(
             rows=layout.wire_tensor(rows),
             index=index,
             slot_weights=slot_weights,
-            exchange_plan=exchange_plan,
+            exchange_plan=StaticExchangePlan(
+                num_tokens=topk_ids.shape[0],
+                num_rows=self._num_rows,
+                index=index,
+                has_failed=has_failed,
+                call=batch,
+                group_sums=self._group_sums(call, topk_ids, ids, index),
+            ),
             any_flags=assume_all_need_grad(call.flags),
         )
 

@@ -71,8 +71,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         wide = sizes.RowBytes.of(spec, call.world_size, backward=backward)
         # Totals are not quantised.
         plain = replace(spec, combine_format=None, backward_format=None)
-        total = sizes.RowBytes.of(plain, backward=backward)
-        share_bytes = share * (wide.combine + total.combine)
+        share_bytes = share * (wide.combine + sizes.RowBytes.of(plain, backward=backward).combine)
         return BufferTraffic(
             combine_bytes=share_bytes * (call.world_size - 1),
             bytes_between=share_bytes * len(spec.ranks_elsewhere(call.rank)),
@@ -97,19 +96,18 @@ class ReplicatedBuffer(OverCollectives, Buffer):
             expert_alignment=self._spec.expert_alignment,
         )
         num_tokens = topk_ids.shape[0]
-        exchange_plan = SignedExchangePlan(
-            num_tokens=num_tokens,
-            num_rows=num_tokens,
-            index=index,
-            call=batch,
-            group_sums=self._group_sums(*self._share_of(call, topk_ids), topk_ids, index),
-        )
         return Dispatched(
             # Unquantised rows share the memory of the caller's tensor, but not its history.
             rows=replace(rows, data=rows.data.detach()),
             index=index,
             slot_weights=slot_weights,
-            exchange_plan=exchange_plan,
+            exchange_plan=SignedExchangePlan(
+                num_tokens=num_tokens,
+                num_rows=num_tokens,
+                index=index,
+                call=batch,
+                group_sums=self._group_sums(*self._share_of(call, topk_ids), topk_ids, index),
+            ),
             any_flags=flags,
         )
 

@@ -486,14 +486,13 @@ class HostRowsBuffer(CollectiveBuffer):
     def _index_rows(self, received: Tensor, counts: Counts) -> tuple[SlotIndex, Tensor | None]:
         """Return an index without slots; the inner buffer reads _with_topk() instead."""
         nothing = torch.empty(0, dtype=torch.int64, device=received.device)
-        index = SlotIndex(
+        return SlotIndex(
             row_of_slot=None,
             slots_of_row=None,
             num_tokens_per_expert=nothing,
             first_slot=nothing,
             host_num_tokens_per_expert=None,
-        )
-        return index, None
+        ), None
 
     def _with_topk(self, out: Dispatched, received: Tensor) -> RowTopkDispatched:
         """Add the ids in the host and the weights of each row, [R, K]."""

@@ -272,18 +272,17 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         num_rows = self._layout.num_rows
         if self.handed_layout is Layout.MASKED:
             num_rows *= self._spec.num_local_experts
-        exchange_plan = NVLinkLowLatencyExchangePlan(
-            num_tokens=call.num_tokens,
-            num_rows=num_rows,
-            index=receive_buffer.index,
-            batch=receive_buffer.batch,
-            slabs=receive_buffer.slabs,
-        )
         return Dispatched(
             rows=receive_buffer.rows,
             index=receive_buffer.index,
             slot_weights=receive_buffer.slot_weights,
-            exchange_plan=exchange_plan,
+            exchange_plan=NVLinkLowLatencyExchangePlan(
+                num_tokens=call.num_tokens,
+                num_rows=num_rows,
+                index=receive_buffer.index,
+                batch=receive_buffer.batch,
+                slabs=receive_buffer.slabs,
+            ),
             any_flags=assume_all_need_grad(call.flags),
         )
 
@@ -375,7 +374,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         receive_buffer = self._receive_buffer_of(batch)
         if receive_buffer.batch != batch or not self._reopen(receive_buffer):
             raise self._ended_error(batch)
-        y = self._send_results(
+        return receive_buffer, self._send_results(
             receive_buffer,
             rows,
             exchange_plan.num_tokens,
@@ -383,7 +382,6 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             slot_weights=slot_weights,
             out=out,
         )
-        return receive_buffer, y
 
     def _reopen(self, receive_buffer: ReceiveBuffer) -> bool:
         """Begin a batch again if it was combined; return whether it awaits a combine now."""
@@ -493,8 +491,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             begin = layout.buffer_offset(number)
             # Signals and lines, which are compared with epochs, are stored before the rest.
             block[begin : begin + layout.offsets["data"]].zero_()
-            state = first_state(self._world_size, block.device)
-            receive_buffer.exchange.state.copy_(state)
+            receive_buffer.exchange.state.copy_(first_state(self._world_size, block.device))
             receive_buffer.is_open = receive_buffer.is_combined = False
             receive_buffer.was_captured = False
             receive_buffer.unfinished = None

@@ -91,19 +91,18 @@ class ReceiveBuffer:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
         slots_of_row = integers(layout.num_rows, layout.top_k)
-        index = SlotIndex(
-            row_of_slot=integers(num_slots),
-            slots_of_row=slots_of_row,
-            num_tokens_per_expert=integers(layout.num_local_experts),
-            first_slot=integers(layout.num_local_experts + 1),
-            host_num_tokens_per_expert=None,
-            expert_alignment=expert_alignment,
-        )
         return cls(
             exchange=LowLatencyExchange.of(peers, buffer_index),
             rows=rows,
             slots_of_row=slots_of_row,
-            index=index,
+            index=SlotIndex(
+                row_of_slot=integers(num_slots),
+                slots_of_row=slots_of_row,
+                num_tokens_per_expert=integers(layout.num_local_experts),
+                first_slot=integers(layout.num_local_experts + 1),
+                host_num_tokens_per_expert=None,
+                expert_alignment=expert_alignment,
+            ),
             slot_weights=None
             if layout.returns_slots
             else torch.zeros(num_slots, dtype=torch.float32, device=device),

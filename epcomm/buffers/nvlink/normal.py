@@ -253,7 +253,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         assert rows_per is RowsPer.SLOT or self._layout.groups == 1 or len(rows) == 0, (
             "with groups, one row of slots has several sums"
         )
-        y = combine_rows(
+        return combine_rows(
             self._exchange,
             rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype),
             exchange_plan,
@@ -266,8 +266,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             buffer_index=-1 if row_scalars is not None else self._index_of_rows(exchange_plan),
             num_sms=exchange_plan.num_sms,
             sums=sums,
-        )
-        return y, scalars
+        ), scalars
 
     def traffic(self) -> BufferTraffic:
         """Return the bytes sent to other ranks so far.   Host sync: yes."""

@@ -435,8 +435,7 @@ def refuse_along(
         # scales too.
         for num_bytes in (*weight_bytes, exchange.row_bytes):
             shape = (exchange.num_tokens, num_bytes)
-            nans = torch.full(shape, 0xFF, dtype=torch.uint8, device=ranks.device)
-            _send_columns(exchange, nans)
+            _send_columns(exchange, torch.full(shape, 0xFF, dtype=torch.uint8, device=ranks.device))
     raise error
 
 

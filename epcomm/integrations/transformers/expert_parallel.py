@@ -347,10 +347,9 @@ def _slice_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 def _gather_slices(rows: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
     """Gather the rows of all ranks of `mesh`, [num_tokens, H]; backward takes this rank's rows."""
     hidden_size = rows.shape[1]
-    sliced = DTensor.from_local(
+    return DTensor.from_local(
         *(rows.contiguous(), mesh, [Shard(0)]),
         run_check=False,
         shape=torch.Size((num_tokens, hidden_size)),
         stride=(hidden_size, 1),
-    )
-    return sliced.full_tensor()
+    ).full_tensor()

@@ -85,12 +85,11 @@ class BlockProbe:
         stub = cast(_StubOfBlock, self._block.get_submodule("experts"))
         if len(calls) != 1 or stub.topk_ids is None:
             raise refusal(f"{self._kind} called its router {len(calls)} times", "one call")
-        layout = replace(
+        return replace(
             self._layout,
             router_inputs=self._router_inputs(calls[0], input_ids),
             returns_scores=self._returns_scores(outputs, stub.topk_ids),
-        )
-        return layout, stub.topk_ids.shape[-1]
+        ), stub.topk_ids.shape[-1]
 
     def disagreement(self, layout: BlockLayout, routing: RoutingSpec) -> str | None:
         """Return how the block and a layer of this layout and routing disagree, or None."""

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from epcomm import protocol
 from epcomm.calls import header
 from epcomm.calls.faults import check_gradients, raise_faults
 from epcomm.calls.header import MESSAGE_WORDS, NO_BUFFER, CallKind, CallSign
@@ -33,14 +34,6 @@ from epcomm.calls.transfers import ThreadTransfers, Transfers
 from epcomm.collectives.base import Closable, Collectives, Scalar
 from epcomm.config import Mode
 from epcomm.errors import EPError, EPTimeout, HandleError, grouped
-from epcomm.protocol import (
-    MAX_FLAGS,
-    FaultCode,
-    fault_word,
-    is_fault_word,
-    is_passed_on,
-    pack_fault,
-)
 from epcomm.records import Pending, Steps
 
 T = TypeVar("T")
@@ -266,7 +259,7 @@ class Calls:
         """
         if fault is None:
             in_combine = kind is not CallKind.DISPATCH
-            fault = 0 if error is None else fault_word(error, in_combine=in_combine)
+            fault = 0 if error is None else protocol.fault_word(error, in_combine=in_combine)
         words = self.header(kind, sign, flags=flags, num_rows=num_rows)
         words[header.FAULT] = fault
         if size is not None:
@@ -357,7 +350,7 @@ class Calls:
         for part in self._parts.values():
             # Relay the fault of one part to the next, as a buffer made of parts does.
             try:
-                fault = fault_word(problem)
+                fault = protocol.fault_word(problem)
                 part.announce(kind, sign, fault=fault, phase=phase + part.collectives.scope)
             except EPTimeout:
                 raise
@@ -387,7 +380,7 @@ class Calls:
             are_equal &= is_equal
             is_usual = (
                 not words[header.FAULT]
-                and 0 <= words[header.FLAGS] <= MAX_FLAGS
+                and 0 <= words[header.FLAGS] <= protocol.MAX_FLAGS
                 and words[header.ROWS] >= 0
             )
             if not (is_equal and is_usual):
@@ -423,13 +416,13 @@ class Calls:
             # next_batch may be larger by now, because growing memory makes calls too.
             ("number", header.NUMBER, number, number),
             ("size", header.SIZE, header.ANY, 2**63 - 1),
-            ("flags", header.FLAGS, 0, MAX_FLAGS),
+            ("flags", header.FLAGS, 0, protocol.MAX_FLAGS),
             ("rows", header.ROWS, 0, 2**63 - 1),
         )
         for name, place, least, largest in most:
             if not least <= words[place] <= largest:
                 return f"{name} {words[place]}, expected {least} to {largest}"
-        if not is_fault_word(words[header.FAULT], self.names.world_size):
+        if not protocol.is_fault_word(words[header.FAULT], self.names.world_size):
             return f"fault {words[header.FAULT]}, expected a FaultCode and a rank of the group"
         return None
 
@@ -473,7 +466,7 @@ class Calls:
         calls = [(words[header.KIND], *words[header.BUFFER : header.FAULT]) for words in headers]
         if all(len(set(words) - {header.ANY}) <= 1 for words in zip(*calls, strict=True)):
             return
-        was_passed_on = any(is_passed_on(words[header.FAULT]) for words in headers)
+        was_passed_on = any(protocol.is_passed_on(words[header.FAULT]) for words in headers)
         if error is not None:
             error.was_passed_on |= was_passed_on
             raise error
@@ -481,7 +474,7 @@ class Calls:
         problem = HandleError(self._describe(calls))
         fewest = min(calls, key=calls.count)
         rank = self.names.numbers[calls.index(fewest)]
-        problem.fault_word = pack_fault(FaultCode.CALLS, rank)
+        problem.fault_word = protocol.pack_fault(protocol.FaultCode.CALLS, rank)
         problem.was_passed_on = was_passed_on
         raise problem
 

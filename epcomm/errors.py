@@ -106,6 +106,11 @@ def describe_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
+def group_closed(function: str, where: str) -> HandleError:
+    """Return the error of a call after close(); where: this rank, such as `rank 3 of 8`."""
+    return HandleError(f"{function}: the EPGroup is closed ({where}); make a new one")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankNames:
     """The numbers of ranks in messages: always those of the EP group, also in a part of it.

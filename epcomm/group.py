@@ -17,7 +17,7 @@ from epcomm.calls.header import CallKind, operation_sign
 from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.collectives.staged import StagedCollectives
-from epcomm.errors import BackendUnavailable, ConfigError, HandleError, PickleRefused, grouped
+from epcomm.errors import BackendUnavailable, ConfigError, PickleRefused, group_closed, grouped
 from epcomm.registry import buffer_class, fused_class
 from epcomm.spec import BufferSpec, HostLayout
 
@@ -177,9 +177,7 @@ class EPGroup:
             HandleError: the group is closed.
         """
         if self.is_closed:
-            raise HandleError(
-                f"exclude_ranks: the EPGroup is closed ({self.where}); make a new one"
-            )
+            raise group_closed("exclude_ranks", self.where)
         backends = tuple(self._backends.values())
         needing = sorted({each.name for each in backends if not isinstance(each, ExcludesRanks)})
         if needing:
@@ -201,7 +199,7 @@ class EPGroup:
         self, name: str, spec: BufferSpec, class_of: Callable[[str], type[BackendT]], function: str
     ) -> BackendT:
         if self.is_closed:
-            raise HandleError(f"{function}: the EPGroup is closed ({self.where}); make a new one")
+            raise group_closed(function, self.where)
         # Compare before the look-up: a rank that finds its buffer must not leave others waiting.
         self.calls.agree({"backend": name, **spec.as_record()}, what=function)
         kind, key = class_of(name), (name, spec)

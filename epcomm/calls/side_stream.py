@@ -19,6 +19,7 @@ from torch import Tensor
 
 from epcomm.calls.transfers import Transfers
 from epcomm.collectives.base import StreamOrder
+from epcomm.errors import group_closed
 from epcomm.records import Steps
 
 
@@ -78,7 +79,7 @@ class StreamTransfers(Transfers[LaunchedCall]):
 
     def _start(self, make: Callable[[], Steps[Any]], name: str) -> LaunchedCall:
         if self._is_closed:
-            raise self._closed_error(name)
+            raise group_closed(name, self._where)
         self._launch_rest()
         self._forgotten = [each for each in self._forgotten if not each.end.query()]
         call = LaunchedCall(
@@ -124,7 +125,7 @@ class StreamTransfers(Transfers[LaunchedCall]):
 
     def _finish(self, call: LaunchedCall, name: str) -> Any:  # noqa: ANN401
         if self._is_closed and call.steps is not None:
-            raise self._closed_error(name)
+            raise group_closed(name, self._where)
         self._launch_all(call)
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(call.end)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from epcomm.errors import HandleError
+from epcomm.errors import HandleError, group_closed
 from epcomm.protocol import FaultCode
 from epcomm.records import Pending, Steps, to_the_end
 
@@ -105,9 +105,6 @@ class Transfers(ABC, Generic[CallT]):
         error, self._unfinished = self._unfinished, None
         return error
 
-    def _closed_error(self, name: str) -> HandleError:
-        return HandleError(f"{name}: the EPGroup is closed ({self._where}); make a new one")
-
     def _take(self, call: CallT, number: int, name: str) -> Any:  # noqa: ANN401
         self._begun.pop(number, None)
         try:
@@ -147,7 +144,7 @@ class ThreadTransfers(Transfers[Future[Any]]):
         try:
             return self._executor.submit(copy_context().run, self._run, make, is_inference)
         except RuntimeError as error:
-            raise self._closed_error(name) from error
+            raise group_closed(name, self._where) from error
 
     def _run(self, make: Callable[[], Steps[T]], is_inference: bool) -> T:
         self._thread = get_ident()
@@ -158,7 +155,7 @@ class ThreadTransfers(Transfers[Future[Any]]):
         try:
             return call.result()
         except CancelledError:
-            raise self._closed_error(name) from None
+            raise group_closed(name, self._where) from None
 
     def settle(self) -> None:
         if self.last is not None and get_ident() != self._thread:

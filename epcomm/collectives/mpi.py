@@ -25,7 +25,7 @@ from torch import Tensor
 
 from epcomm.collectives.base import Collectives
 from epcomm.collectives.bounded import BoundedWait, FailureBoard, Step
-from epcomm.errors import ConfigError, HandleError, ShapeError
+from epcomm.errors import ConfigError, ShapeError, group_closed
 
 # Most rows, and most bytes in a row, of an MPI call: both are a C int.
 _MAX_COUNT = 2**31 - 1
@@ -191,9 +191,7 @@ class MpiCollectives(Collectives):
     def _open(self, phase: str) -> MPI.Intracomm:
         """Return the duplicate of the communicator; the first collective makes it."""
         if self._is_closed:
-            raise HandleError(
-                f"{phase}: the EPGroup is closed ({self.names.where}); make a new one"
-            )
+            raise group_closed(phase, self.names.where)
         if self._duplicate is None:
             self._finish(self._start_duplication, f"{phase}, making the communicator")
         assert self._duplicate is not None, "made by the first collective"

@@ -20,7 +20,7 @@ from epcomm.collectives.base import Collectives, Scalar
 from epcomm.collectives.bounded import SLICE_S, BoundedWait
 from epcomm.collectives.failure_board import StoreFailureBoard
 from epcomm.collectives.gloo_threads import settle_at_exit
-from epcomm.errors import ConfigError, HandleError
+from epcomm.errors import ConfigError, group_closed
 
 # The device type that each backend supports.
 _DEVICE_OF_BACKEND = {"gloo": "cpu", "mpi": "cpu", "fake": "cpu", "nccl": "cuda", "hccl": "npu"}
@@ -166,9 +166,7 @@ class TorchDistCollectives(Collectives):
 
     def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:
-            raise HandleError(
-                f"collective: the EPGroup is closed ({self.names.where}); make a new one"
-            )
+            raise group_closed("collective", self.names.where)
         return self._group
 
 

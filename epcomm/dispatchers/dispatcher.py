@@ -21,7 +21,7 @@ from epcomm.dispatchers.autograd import (
     dispatch_rows,
     is_watched,
 )
-from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError, ShapeError
+from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError, ShapeError, group_closed
 from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_results, in_dtype
 from epcomm.planning.plan import plan
@@ -479,7 +479,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
 
     def _check_group_open(self, function: str) -> None:
         if self._group.is_closed:
-            raise HandleError(f"{function}: the EPGroup is closed ({self._where}); make a new one")
+            raise group_closed(function, self._where)
 
     def _closed_error(self, function: str) -> HandleError | None:
         if not self._is_closed:

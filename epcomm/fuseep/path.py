@@ -10,7 +10,7 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.checks import CallChecks, num_tokens_of
-from epcomm.errors import ConfigError, EPError, HandleError
+from epcomm.errors import ConfigError, EPError, group_closed
 from epcomm.group import EPGroup
 from epcomm.ops.precision import in_dtype
 from epcomm.planning.plans import PhasePlan
@@ -79,7 +79,7 @@ class FuseEPPath:
         """
         where = self._group.where
         if self._group.is_closed:
-            raise HandleError(f"fuseep: the EPGroup is closed ({where}); make a new one")
+            raise group_closed("fuseep", where)
         num_tokens = num_tokens_of(hidden_states)
         refusal = self._refusal(hidden_states, topk, weights)
         error = refusal or self._checks.find_call_error(hidden_states, topk)

@@ -157,7 +157,7 @@ def test_doctor_lists_every_backend(fresh: Environment) -> None:
 
 
 def test_bench_starts_ranks_prints_and_writes(fresh: Environment) -> None:
-    output, plot = fresh.folder / "new folder" / "bench.json", fresh.folder / "bench.png"
+    output, plot = fresh.folder / "bench.json", fresh.folder / "bench.png"
     files = ["--output", str(output), "--plot", str(plot)]
     lines = fresh.run("epcomm", "bench", "--ranks", "2", *TINY, *QUICK, *files).splitlines()
     assert lines[0] == "2 ranks on cpu over gloo, H = 32, top-2 of 4, bf16"

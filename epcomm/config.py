@@ -110,7 +110,8 @@ class EPConfig:
         the choice of the buffer. Other buffers ignore it.
     product_sms: limit of the SMs of a GPU that the products of the experts take, forward and
         backward, so that kernels that send rows find SMs free; kernels between products may take
-        all. A runner that cannot obey it is refused. None: no limit. CPU ranks ignore it.
+        all. A runner that cannot obey it is refused, and mode fuseep. None: no limit. Runners of
+        CPU ranks ignore it.
     redundant_experts: physical experts of all ranks in addition to the E of the model: copies of
         loaded experts, placed by ExpertParallelExperts.rebalance(). 0: experts can be placed, with
         one copy each. None: experts are in the order of their ids and do not move.

@@ -11,7 +11,7 @@ from epcomm.errors import ConfigError, shown
 from epcomm.registry import BUFFERS, backend_names
 from epcomm.spec import MoESpec
 from epcomm.testing.data import BatchSpec, RankBatch, make_batch, random_ids
-from epcomm.types import MAX_SIZE, WireDtype, is_size
+from epcomm.types import MAX_SIZE, SUM_DTYPES, WireDtype, is_size
 
 _DTYPES = {
     each.value: each.torch_dtype for each in (WireDtype.BF16, WireDtype.FP16, WireDtype.FP32)
@@ -82,11 +82,13 @@ class BenchOptions:
         if not self.tokens:
             raise ConfigError("epcomm bench: --tokens is empty, expected such as 1,128,1024")
         sizes = ("tokens", "hidden", "experts", "top_k", "intermediate", "iterations", "chunks")
-        for name in (*sizes, "micro_batches", "num_sms", "product_sms"):
+        for name in (*sizes, "num_sms", "product_sms"):
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(number is None or is_size(number) for number in numbers):
                 _refuse(name, ",".join(map(shown, numbers)), f"1 to {MAX_SIZE}")
+        if self.micro_batches is not None and not 1 < self.micro_batches <= MAX_SIZE:
+            _refuse("micro_batches", shown(self.micro_batches), f"2 to {MAX_SIZE}")
         for name, most in (("warm_up", MAX_SIZE), ("seed", _MAX_SEED)):
             value = getattr(self, name)
             if not 0 <= value <= most:
@@ -99,6 +101,11 @@ class BenchOptions:
         has_none = self.intermediate is not None and not self.weights
         if has_none or not set(formats).issuperset(self.weights):
             _refuse("weights", repr(",".join(self.weights)), f"some of {formats}")
+        if self.combine and self.intermediate is not None:
+            raise ConfigError(
+                "epcomm bench: --combine is given with --layer, which does not time formats of "
+                "sums; leave one of them out"
+            )
         if self.wire is not None and self.intermediate is not None:
             raise ConfigError(
                 f"epcomm bench: --wire is {self.wire} with --layer, whose experts decide the "
@@ -186,13 +193,20 @@ def read_modes(text: str) -> tuple[Mode, ...]:
     return tuple(map(Mode, found))
 
 
-def read_formats(text: str, option: str) -> tuple[WireDtype, ...]:
-    """Read names of quantised formats, such as `fp8_e4m3,mxfp8`, else ConfigError."""
+def read_wire(text: str | None) -> WireDtype | None:
+    """Read `fp8_e4m3` or `int8`, else ConfigError; None: rows have the dtype of hidden states."""
     names = [each.value for each in WireDtype if each.is_quantized]
-    for name in read_names(text):
-        if name not in names:
-            _refuse(option, repr(name), f"one of {names}")
-    return tuple(WireDtype(name) for name in read_names(text))
+    if text is not None and text not in names:
+        _refuse("wire", repr(text), f"one of {names}")
+    return None if text is None else WireDtype(text)
+
+
+def read_sums(text: str) -> tuple[WireDtype, ...]:
+    """Read formats of sums, such as `fp8_e4m3,mxfp8`, else ConfigError."""
+    names = sorted(each.value for each in SUM_DTYPES)
+    if not set(names).issuperset(read_names(text)):
+        _refuse("combine", repr(text), f"some of {names}")
+    return tuple(map(WireDtype, read_names(text)))
 
 
 def read_backends(text: str) -> tuple[str, ...]:

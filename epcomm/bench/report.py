@@ -111,12 +111,12 @@ def advise(timings: Sequence[Timing]) -> str:
     if not best:
         return "Nothing of epcomm was measured here, so there is nothing to take."
     parts = []
-    for (mode, backend), group in groupby(
-        best.values(), key=lambda each: (each.mode, each.backend)
+    for (mode, backend, overlap), group in groupby(
+        best.values(), key=lambda each: (each.mode, each.backend, each.overlap)
     ):
         tokens = [each.tokens for each in group]
         span = f"from T = {tokens[0]} to {tokens[-1]}" if len(tokens) > 1 else f"at T = {tokens[0]}"
-        parts.append(f"mode {mode} on backend {backend} {span}")
+        parts.append(f"mode {mode} on backend {backend}{overlap and f' with {overlap}'} {span}")
     sentence = f"Take {_listed(parts)}"
     of_torch = _best_by_tokens(each for each in timings if each.is_of_torch)
     faster = [

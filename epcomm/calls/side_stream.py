@@ -38,7 +38,7 @@ class LaunchedCall:
     is_inference: bool
     end: torch.cuda.Event
     result: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class StreamTransfers(Transfers[LaunchedCall]):
@@ -81,7 +81,8 @@ class StreamTransfers(Transfers[LaunchedCall]):
         if self._is_closed:
             raise group_closed(name, self._where)
         self._launch_rest()
-        self._forgotten = [each for each in self._forgotten if not each.end.query()]
+        if not torch.cuda.is_current_stream_capturing():
+            self._forgotten = [each for each in self._forgotten if not each.end.query()]
         call = LaunchedCall(
             make=make,
             steps=make(),
@@ -116,10 +117,12 @@ class StreamTransfers(Transfers[LaunchedCall]):
                     return
                 except StopIteration as end:
                     call.result = end.value
-                except Exception as error:  # noqa: BLE001
+                except BaseException as error:  # noqa: BLE001
                     call.error = error
                 call.steps = None
                 call.end.record()
+                if call.error is not None and not isinstance(call.error, Exception):
+                    raise call.error
         finally:
             self._is_launching = False
 

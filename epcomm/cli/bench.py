@@ -17,10 +17,11 @@ from epcomm.bench.options import (
     SHAPES,
     BenchOptions,
     read_backends,
-    read_formats,
     read_modes,
     read_names,
     read_numbers,
+    read_sums,
+    read_wire,
     sizes_of,
 )
 from epcomm.bench.plot import check_plot, check_writable, draw
@@ -74,16 +75,16 @@ class RunOptions:
         typer.Option(help="Of --layer: write a trace for ui.perfetto.dev, print what is exposed."),
     ] = None
     chunks: Annotated[str, typer.Option(help="Of --layer: EPConfig.chunks, such as 2,4.")] = ""
-    micro_batches: Annotated[int | None, typer.Option(help="Of --layer: run in turn.")] = None
-    backward: Annotated[bool, typer.Option("--backward", help="Of --layer: time steps.")] = False
+    micro_batches: Annotated[int | None, typer.Option(help="Of --layer: batches in turn.")] = None
+    backward: Annotated[bool, typer.Option("--backward", help="Of --layer: and backward.")] = False
     num_sms: Annotated[int | None, typer.Option(help="EPConfig.num_sms.")] = None
-    product_sms: Annotated[int | None, typer.Option(help="Of --layer: EPConfig's field.")] = None
+    product_sms: Annotated[int | None, typer.Option(help="Of --layer, as in EPConfig.")] = None
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16"
     wire: Annotated[
         str | None,
         typer.Option(help="Rows towards the experts of epcomm: fp8_e4m3, int8; --dtype if not."),
     ] = None
-    combine: Annotated[str, typer.Option(help="Formats of sums, timed too: fp8_e4m3.")] = ""
+    combine: Annotated[str, typer.Option(help="Sums also in fp8_e4m3, mxfp8, nvfp4.")] = ""
     iterations: Annotated[int, typer.Option(help="Calls of each on the clock.")] = 30
     warm_up: Annotated[int, typer.Option(help="Calls of each before that.")] = 5
     seed: Annotated[int, typer.Option(help="Of tokens, routing and experts.")] = 0
@@ -111,8 +112,8 @@ class RunOptions:
             modes=read_modes(self.modes),
             backends=read_backends(self.backend),
             weights=weights,
-            wire=next(iter(read_formats(self.wire or "", "wire")), None),
-            combine=read_formats(self.combine, "combine"),
+            wire=read_wire(self.wire),
+            combine=read_sums(self.combine),
             command=_command(),
             trace=str(self.trace or ""),
             chunks=read_numbers(self.chunks, "chunks"),

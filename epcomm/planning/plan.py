@@ -189,18 +189,18 @@ def _with_runner(
     rejected = tuple(
         Rejection(name=name, reasons=each.reasons) for name, each in complete.items() if not each.ok
     )
-    name = config.runner
+    name, advice = config.runner, "" if config.product_sms is None else ", or unset product_sms"
     if name == "auto":
         name = next((name for name, verdict in complete.items() if verdict.ok), None)
         if name is None:
             raise PlanRefused(
                 f"plan: no runner computes these experts: {'; '.join(map(str, rejected))}; change "
-                "the experts or the wire formats"
+                f"the experts or the wire formats{advice}"
             )
     elif not complete[name].ok:
         raise BackendUnavailable(
             f"plan: runner {name} cannot compute these experts: "
-            f"{'; '.join(complete[name].reasons)}; use runner='auto'"
+            f"{'; '.join(complete[name].reasons)}; use runner='auto'{advice}"
         )
     read = _map_phases(chosen, partial(_read_by, runner=name, weights=weights))
     return replace(read, runner=name, rejected_runners=rejected, product_sms=config.product_sms)

@@ -67,6 +67,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
         log.current = before
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **options: Stream("side"))
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(log.current))
@@ -79,7 +80,7 @@ def transfers(log: Log) -> StreamTransfers:
     return StreamTransfers("rank 3 of 8", CPU, Order(log))
 
 
-def call(log: Log, name: str, error: Exception | None = None) -> Callable[[], Steps[str]]:
+def call(log: Log, name: str, error: BaseException | None = None) -> Callable[[], Steps[str]]:
     def steps() -> Steps[str]:
         log.add(f"{name} headers")
         yield
@@ -131,6 +132,13 @@ def test_an_error_is_raised_by_wait_alone(log: Log, transfers: StreamTransfers) 
     assert following.wait() == "B"
     with pytest.raises(ValueError, match="no memory"):
         failing.wait()
+
+
+def test_an_interrupt_ends_its_call(log: Log, transfers: StreamTransfers) -> None:
+    begun = transfers.begin(call(log, "A", KeyboardInterrupt()), "A")
+    for function in (transfers.settle, begun.wait):
+        with pytest.raises(KeyboardInterrupt):
+            function()
 
 
 def test_a_dropped_call_is_launched_and_reported(log: Log, transfers: StreamTransfers) -> None:

@@ -15,15 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epcomm import (
-    EPConfig,
-    EPGroup,
-    ExpertWeights,
-    MoESpec,
-    TopKOutput,
-    WireDtype,
-    WireFormat,
-)
+from epcomm import EPConfig, EPGroup, ExpertWeights, MoESpec, TopKOutput, WireDtype, WireFormat
 from epcomm.buffers.collective import all_to_all
 from epcomm.dispatchers import (
     DeepEPLowLatencyDispatcher,

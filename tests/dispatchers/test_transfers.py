@@ -222,11 +222,7 @@ def test_backward_of_a_call_follows_the_calls_begun_before(backend: str) -> None
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])
 @pytest.mark.parametrize("droppers", [(0,), (0, 1, 2, 3)], ids=["rank 0", "all ranks"])
 def test_a_call_that_is_never_waited_for_is_reported(
-    kind: str,
-    next_call: str,
-    droppers: tuple[int, ...],
-    num_ranks: int,
-    ep_ranks: MPI.Comm | None,
+    kind: str, next_call: str, droppers: tuple[int, ...], num_ranks: int, ep_ranks: MPI.Comm | None
 ) -> None:
     backend = "collective" if num_ranks == 2 else "hierarchical"
     with rank_over(backend, ep_ranks) as rank, torch.no_grad():

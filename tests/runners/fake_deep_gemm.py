@@ -95,12 +95,7 @@ def expert_of_tile_rows(ends: Tensor, rhs: Operand, num_rows: int, alignment: in
 
 
 def multiply_contiguous(
-    lhs: Operand,
-    rhs: Operand,
-    out: Tensor,
-    m_indices: Tensor,
-    architecture: int,
-    alignment: int,
+    lhs: Operand, rhs: Operand, out: Tensor, m_indices: Tensor, architecture: int, alignment: int
 ) -> None:
     num_rows, width = lhs[0].shape
     experts, num_columns = check_matrices(rhs, width)
@@ -124,12 +119,7 @@ def multiply_contiguous(
 
 
 def multiply_masked(
-    lhs: Operand,
-    rhs: Operand,
-    out: Tensor,
-    masked_m: Tensor,
-    expected_m: int,
-    architecture: int,
+    lhs: Operand, rhs: Operand, out: Tensor, masked_m: Tensor, expected_m: int, architecture: int
 ) -> None:
     num_experts, capacity, width = lhs[0].shape
     experts, num_columns = check_matrices(rhs, width)

@@ -362,9 +362,7 @@ def test_index_that_says_slot_s_is_row_s(monkeypatch: pytest.MonkeyPatch) -> Non
         scales=scales[picked],
     )
     direct = replace(
-        record,
-        hidden_states=packed,
-        index=replace(index, row_of_slot=None, slots_of_row=None),
+        record, hidden_states=packed, index=replace(index, row_of_slot=None, slots_of_row=None)
     )
     through_index, without = (
         DeepGemmRunner().run(with_columns(each, weights), weights).hidden_states
@@ -448,10 +446,7 @@ def test_plan_never_takes_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_plan_lays_scales_out_for_it(
-    scales: ScaleDtype,
-    architecture: int,
-    layout: object,
-    monkeypatch: pytest.MonkeyPatch,
+    scales: ScaleDtype, architecture: int, layout: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_deep_gemm.install(monkeypatch, architecture=architecture)
     weights = make_weights(scales)

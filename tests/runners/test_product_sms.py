@@ -23,11 +23,7 @@ PLAIN = slot_records.make_weights(SIZE, SIZE, CPU)
 HALF = PLAIN.with_tensors({name: each.half() for name, each in PLAIN.tensors().items()})
 CASES: dict[str, tuple[ExpertRunner, ExpertTensors, WireFormat]] = {
     "fp8": (Fp8TritonRunner(), Fp8BlockWeights.from_unquantized(PLAIN), FP8_FLOAT32_SCALES),
-    "mxfp8": (
-        Mxfp8TritonRunner(),
-        Mxfp8Weights.from_unquantized(PLAIN),
-        Mxfp8Weights.block_format,
-    ),
+    "mxfp8": (Mxfp8TritonRunner(), Mxfp8Weights.from_unquantized(PLAIN), Mxfp8Weights.block_format),
     "int8": (Int8TritonRunner(), Int8ChannelWeights.from_unquantized(PLAIN), INT8_PER_TOKEN),
     "multiply": (InTiles(), HALF, WireFormat.of(torch.float16)),
 }

@@ -16,12 +16,7 @@ from epcomm import (
     WireTensor,
 )
 from epcomm.ops.slots import spread_to_slots
-from epcomm.quantization import (
-    FP8_FLOAT32_SCALES,
-    INT8_PER_TOKEN,
-    arrange_scales,
-    quantize,
-)
+from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN, arrange_scales, quantize
 from epcomm.records import SlotIndex
 from epcomm.runners.base import ExpertRunner
 from epcomm.runners.deep_gemm import DeepGemmRunner
@@ -291,9 +286,7 @@ def test_gradients_are_refused(layout: Layout, runner: type[ExpertRunner], kind:
         runner().run(record, kind_weights(kind))
 
 
-def test_rows_are_checked_once_for_each_record_of_experts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_are_checked_once_for_each_record_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
     check = QuantizedReferenceRunner._check_rows
 

@@ -170,11 +170,7 @@ def test_kernels_quantize_as_torch_does(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "wire", "line_tokens"),
-    [
-        (BACKEND, "fp8", MIXED),
-        (BACKEND, "int8", IN_BULK),
-        (MASKED, "fp8_powers_of_two", MIXED),
-    ],
+    [(BACKEND, "fp8", MIXED), (BACKEND, "int8", IN_BULK), (MASKED, "fp8_powers_of_two", MIXED)],
 )
 def test_rows_that_are_quantised_already_travel_as_they_are(
     backend: str, wire: str, line_tokens: int, monkeypatch: pytest.MonkeyPatch

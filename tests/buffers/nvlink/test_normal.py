@@ -373,10 +373,7 @@ def check_cached_exchange_plan(
             # Stores of the rank that were in flight when it was excluded.
             received.data[DEAD * MAX_TOKENS : (DEAD + 1) * MAX_TOKENS] = 7
     rows = buffer.cached_dispatch(call.unquantized, exchange_plan)
-    first, count = (
-        int(exchange_plan.row_base[DEAD]),
-        int(exchange_plan.rows_from[DEAD]),
-    )
+    first, count = (int(exchange_plan.row_base[DEAD]), int(exchange_plan.rows_from[DEAD]))
     assert count > 0 or len(exchange_plan.rows_from) > 2, "the test is of something"
     assert not rows[first : first + count].any()
     is_left = without_the_dead(call).topk_ids >= 0

@@ -23,11 +23,7 @@ pytest.importorskip("triton")
 
 from epcomm.buffers.nvlink.memory import received_rows
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
-from epcomm.kernels.nvlink.common.plan_parts import (
-    IndexSizes,
-    NVLinkNormalExchangePlan,
-    PlanBlock,
-)
+from epcomm.kernels.nvlink.common.plan_parts import IndexSizes, NVLinkNormalExchangePlan, PlanBlock
 from epcomm.kernels.nvlink.normal import combine, dispatch, program
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, State, kernel_of
 from epcomm.kernels.nvlink.normal.program import LoadedKernel, Program
@@ -75,8 +71,7 @@ class Fault:
 NOTHING = Fault(old="", new="")
 FAULTS = {
     "rows and metadata are signalled by relaxed additions": Fault(
-        old="add_released(a.table[lane] + signals_at",
-        new="add_relaxed(a.table[lane] + signals_at",
+        old="add_released(a.table[lane] + signals_at", new="add_relaxed(a.table[lane] + signals_at"
     ),
     "sums are signalled by a relaxed store": Fault(
         old="release(a.table[source] + SUMS_READY_AT",

@@ -80,6 +80,7 @@ class Calls:
         self._board: HeaderBoard | None = None
         # Runs begun calls; None if the transport cannot, and in a part of a group.
         self.transfers: Transfers[Any] | None = None
+        self._has_begun = False
         # Why the transport cannot run begun calls; '' if it can, and before open_transfers().
         self.cannot_begin = ""
         # The number of the next call, equal on all ranks.
@@ -135,6 +136,9 @@ class Calls:
     ) -> Pending[T]:
         """Begin a call, after the calls begun before; see announced() and Transfers.begin()."""
         assert self.transfers is not None, "only a group with transfers begins calls"
+        if not self._has_begun:
+            self._has_begun = True
+            self.collectives.separate_begun()
         announced = partial(self._announced_steps, make, report)
         return self.transfers.begin(announced, name, must_wait=must_wait)
 

@@ -1,9 +1,9 @@
 """Begun calls of a group, which send rows while the caller computes.
 
-One call of a group runs at a time, in call order, and any other call first lets those begun before
-it run to their ends (settle()). So the calls of all ranks meet in one order. Where the host waits
-in the transport, a thread makes the calls (ThreadTransfers); on a CUDA device the host only
-launches them (epcomm/calls/side_stream.py).
+One call of a group runs at a time, in call order, and any other call first completes those begun
+before it (settle()). So the calls of all ranks meet in one order. Where the host waits in the
+transport, a thread makes the calls (ThreadTransfers); on a CUDA device the host only launches them
+(epcomm/calls/side_stream.py).
 
     caller   begin A | compute ......... | A.wait() | compute
     thread           | headers A, rows A |
@@ -34,7 +34,7 @@ class Transfers(ABC, Generic[CallT]):
     """The begun calls of one rank in a group.
 
     last: the last call that was begun, until it has been waited for; or None.
-    are_free: transfers take no time from computation.
+    are_free: transfers do not slow down computation beside them.
     """
 
     are_free: ClassVar[bool] = True
@@ -75,7 +75,7 @@ class Transfers(ABC, Generic[CallT]):
 
     @abstractmethod
     def settle(self) -> None:
-        """Let the calls begun so far run to their ends; wait() raises their errors.
+        """Complete the calls begun so far, on the host; wait() raises their errors.
 
         Local; in such a call it returns immediately.
         """

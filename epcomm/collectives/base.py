@@ -130,6 +130,15 @@ class Collectives(ABC):
         """
         return f"{type(self).__name__} has no connections of its own"
 
+    def separate_begun(self) -> None:  # noqa: B027
+        """Make a communicator for exchanges on a device, if they share one; called once.
+
+        Without it, begun calls would wait on the device for other collectives of the process group.
+        It takes memory of the device, so it is made for the first begun call.
+
+        Collective: yes.   Host sync: yes.
+        """
+
     def split(self, parts: Sequence[Sequence[int]], *, scope: str) -> Collectives:
         """Return the collectives of the part that contains this rank.
 

@@ -31,8 +31,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 # Key in the store of a process group: the number of times that split() divided its ranks.
 _NUM_DIVISIONS = "epcomm/divisions"
 
-# The process groups made by separate(), by the NCCL group that they serve: a communicator takes
-# memory of the device until torch destroys all groups.
+# The process groups made by separate_begun(), by the NCCL group that they serve: a communicator
+# takes memory of the device until torch destroys all groups.
 _separate_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 # Seconds by which gloo's own timeout is later than ours, so that ours is reported.
@@ -60,7 +60,7 @@ class TorchDistCollectives(Collectives):
             ConfigError: its backend is not supported.
         """
         self.process_group = process_group
-        # Runs the exchanges; separate() replaces it.
+        # Runs the exchanges; separate() and separate_begun() replace it.
         self._group: dist.ProcessGroup | None = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
@@ -81,21 +81,24 @@ class TorchDistCollectives(Collectives):
         self.process_group = self._group = None
 
     def separate(self) -> str:
-        if self._group is not self.process_group:
-            return ""
-        group = self._open_group()
-        if self.bounded is not None:
-            self._group = _connected(self, group, range(self.world_size))
-        elif self.device.type != "cuda":
-            return super().separate()
-        elif group in _separate_groups:
-            self._group = _separate_groups[group]
-        elif len(set(self._gather_num_groups())) > 1:
-            return "ranks have different numbers of process groups"
-        else:
-            self._group = self._new_group(group, range(self.world_size))
-            _separate_groups[group] = self._group
+        if self.bounded is None:
+            # One thread launches all, so exchanges on a device are in order without a communicator
+            # of their own; separate_begun() makes it.
+            return "" if self.device.type == "cuda" else super().separate()
+        if self._group is self.process_group:
+            self._group = _connected(self, self._open_group(), range(self.world_size))
         return ""
+
+    def separate_begun(self) -> None:
+        group = self._open_group()
+        is_separate = self.bounded is not None or group is not self.process_group
+        if is_separate or torch.cuda.is_current_stream_capturing():
+            return
+        if group not in _separate_groups:
+            if len(set(self._gather_num_groups())) > 1:
+                return
+            _separate_groups[group] = self._new_group(group, range(self.world_size))
+        self._group = _separate_groups[group]
 
     def _make_part(self, ranks: Sequence[int]) -> Collectives:
         self._open_group()

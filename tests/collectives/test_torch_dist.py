@@ -206,3 +206,20 @@ def test_no_rank_goes_on_before_all_are_connected(
     begun_s = time.monotonic()
     group.calls.open_transfers()
     assert time.monotonic() - begun_s >= 0.5
+
+
+@pytest.mark.ranks(2)
+def test_the_first_begun_call_on_a_device_makes_one_communicator(
+    ep_ranks: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    for is_capturing in (True, False, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=is_capturing: now)
+        found = TorchDistCollectives(dist.group.WORLD)
+        # The host does not wait in the collectives of devices.
+        found.bounded = None
+        found.separate_begun()
+        made.append(found._open_group())
+        assert found.all_gather(torch.tensor([found.rank])).flatten().tolist() == [0, 1]
+    assert made[0] is dist.group.WORLD
+    assert made[1] is made[2] is not dist.group.WORLD

@@ -40,10 +40,11 @@ class Fp8TritonRunner(GpuSlotsRunner):
         inner_size, num_slots = weights.intermediate_size, dispatched.num_slots
         codes = first.codes.new_empty(num_slots, inner_size)
         scales = first.scales.new_empty(num_slots, weights.wire_format.num_scales(inner_size))
-        gate_up_fp8(first, out_codes=codes, out_scales=scales)
+        begun = gate_up_fp8(first, out_codes=codes, out_scales=scales)
         results = codes.new_empty(num_slots, weights.hidden_size, dtype=weights.hidden_dtype)
         second = second_product(first, codes, scales, weights)
-        down_fp8(second, slot_weights=slot_weights_to_apply(dispatched, self.name), out=results)
+        slot_weights = slot_weights_to_apply(dispatched, self.name)
+        down_fp8(second, slot_weights=slot_weights, out=results, after=begun)
         return results
 
     @cached_property

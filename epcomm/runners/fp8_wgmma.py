@@ -1,6 +1,6 @@
 """Compute FP8 experts on Hopper by kernels in CUDA C++, compiled at the first call."""
 
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar
 
 from epcomm.platforms.cuda import Capabilities
@@ -44,4 +44,4 @@ class Fp8WgmmaRunner(Fp8TritonRunner):
     def _products(self) -> tuple[Multiply, Multiply]:
         from epcomm.kernels.gemm.fp8_hopper import down_fp8, gate_up_fp8
 
-        return gate_up_fp8, partial(down_fp8, is_early=True)
+        return gate_up_fp8, down_fp8

@@ -218,7 +218,7 @@ def test_wgmma_has_no_more_blocks_than_sms(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(fp8_hopper, "on_device", nullcontext)
     monkeypatch.setattr(Tensor, "data_ptr", lambda tensor: 0)
     for limit in (None, 1, 7, 132):
-        for product, options in (("gate_up", {}), ("down", {"is_early": True})):
+        for product, options in (("gate_up", {}), ("down", {"after": fp8_hopper.Begun()})):
             operands = PRODUCTS[product][1](num_slots=128 * 200)
             launch(product, {**operands, "num_sms": limit, **options})
     gate_up, down = (each[0].launch.call_args_list for each in (kernels.gate_up, kernels.down))

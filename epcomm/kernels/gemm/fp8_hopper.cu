@@ -6,15 +6,19 @@
 // do, else through the index, 16 bytes a thread. The other two multiply 64 slots each: while one
 // scales its sums and adds them up in float32, the other has the tensor cores. A block keeps taking
 // tiles until there are none, and finds them from the counts on the device. Results of down are
-// written by the copy engine.
+// written by the copy engine. Blocks without a last tile of gate and up begin with down.
 //
 // What a consumer does between two products is what costs. So rounds of all stages are unrolled:
 // descriptors are then sums of constants in uniform registers. Scales of matrices come with a stage.
-// That took 11% from gate and up on an H100 (2026-11). Tried and slower: clusters of two blocks that
-// fetch matrices for one another (3%), consumers that take turns (2%), rows as operands in registers
-// (5%), down in tiles of 192 columns (1%), rows copied to the order of slots by warps beside (3%); of
-// rows through the index, one row at a time by the copy engine (36%), a warp that fences what others
-// have copied (18%), and threads that fence their own copies (5%), which wait for all of them.
+// That took 11% from gate and up on an H100 (2026-11), whose power is the limit: of 2.06 million cycles at
+// 1.3 GHz tensor cores are busy for 1.83. Tried and slower: clusters of two blocks that fetch matrices for
+// one another (1.5 to 3%), consumers that take turns (2%), rows as operands in registers (5%, and 15% if
+// those of the next stage are loaded before), tiles of 64 rows with one product for each consumer (4%),
+// down in tiles of 192 columns (1%), rows copied to the order of slots by warps beside (3%), or by the copy
+// engine beside (7%); of rows through the index, one row at a time by the copy engine (36%), a warp that
+// fences what others have copied (18%), and threads that fence their own copies (5%), which wait for all of
+// them; in decode, matrices of down fetched into the second-level cache by free multiprocessors (12%).
+// No gain: the second consumer some stages behind, and silu of gate while the last product of up runs.
 //
 // No headers: NVRTC needs none of CUDA's files on the user's machine.
 
@@ -62,6 +66,10 @@ struct Rows {
     int k_blocks;
     int num_columns;  // rows of one matrix
     int packed_from;  // experts with as many slots have codes in the order of slots, too
+    // Counts blocks that have stored all results of the first product but those of their last two tiles;
+    // null where the second one does not begin before the first has ended. For up to 32 experts, and more
+    // blocks of K than stages.
+    int* ahead;
 };
 
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
@@ -162,6 +170,21 @@ __device__ __forceinline__ void let_next_kernel_begin() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// Waits until as many blocks have said so, and makes visible what they have stored.
+__device__ __forceinline__ void wait_for_blocks(const int* told, int num_blocks) {
+    int found;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(told) : "memory");
+    } while (found < num_blocks);
+    // The copy engine reads through another proxy than these loads.
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// Says that results of this block are stored, which this thread knows from a barrier.
+__device__ __forceinline__ void tell(int* told) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(told) : "memory");
+}
+
 // Waits until the kernel before this one has ended, if this one was launched to begin earlier.
 __device__ __forceinline__ void wait_for_kernel_before() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -173,6 +196,7 @@ struct Tile {
     int slot;      // slot of the first row
     int column;    // tile of columns
     bool is_packed;
+    bool is_early;  // computed before the first product has ended
 };
 
 // The tiles of this block, in order. Row tiles come first: neighbours share a matrix. Each warp finds
@@ -185,10 +209,37 @@ struct Tiles {
     int count;         // slots of this lane's expert
     int slot;          // its first slot
     int end;           // tiles of all experts up to it
+    int early;         // tiles that are computed before the first product has ended
+    int early_blocks;  // by so many blocks, which have no tile in its last round
 
     __device__ Tiles(const Rows& rows, int num_column_tiles)
-        : rows(rows), num_column_tiles(num_column_tiles), next(blockIdx.x), first_expert(0) {
+        : rows(rows), num_column_tiles(num_column_tiles), next(blockIdx.x), first_expert(0), early(0),
+          early_blocks(gridDim.x) {
         find_ends(0);
+    }
+
+    // Whether the second product waits for the tile of the first one that was taken last: each block
+    // takes one of as many tiles as there are blocks, two rounds before the last tile. The threads of a
+    // warp call this together.
+    __device__ __forceinline__ bool is_waited_for() const {
+        const int blocks = gridDim.x, total = __shfl_sync(~0u, end, 31);
+        return rows.ahead && static_cast<uint32>(next - (total - 2 * blocks)) < static_cast<uint32>(blocks);
+    }
+
+    // Finds the tiles of the second product that can be computed while some blocks have a last tile of
+    // the first one, which has K of as many blocks as the second has of columns.
+    __device__ void begin_early() {
+        const int blocks = gridDim.x, row_tiles = end / num_column_tiles;
+        const int first_total = __shfl_sync(~0u, row_tiles, 31) * rows.k_blocks;
+        const int num_late = first_total % blocks;
+        if (num_late == 0 || first_total < 3 * blocks) return;
+        // Ends do not decrease.
+        const uint32 is_done = __ballot_sync(~0u, row_tiles * rows.k_blocks <= first_total - 2 * blocks);
+        const int num_done = is_done ? __shfl_sync(~0u, end, 31 - __clz(is_done)) : 0;
+        early_blocks = blocks - num_late;
+        // Storing takes as long as two blocks of K.
+        early = min(rows.num_columns / BLOCK / (rows.k_blocks + 2), num_done / early_blocks) * early_blocks;
+        if (next >= early_blocks) next += early;
     }
 
     static __device__ __forceinline__ int num_row_tiles(int count) {
@@ -212,6 +263,7 @@ struct Tiles {
 
     // The threads of a warp call this together.
     __device__ bool take(Tile& tile) {
+        tile.is_early = early && next < early;
         unsigned is_later;
         while ((is_later = __ballot_sync(~0u, next < end)) == 0) {
             first_expert += 32;
@@ -227,7 +279,8 @@ struct Tiles {
         tile.num_rows = min(TILE_ROWS, num_rows - first_row);
         tile.slot = __shfl_sync(~0u, slot, lane) + first_row;
         tile.is_packed = num_rows >= rows.packed_from;
-        next += gridDim.x;
+        next += tile.is_early ? early_blocks : gridDim.x;
+        if (tile.is_early && next >= early) next = early + blockIdx.x;
         return true;
     }
 };
@@ -293,8 +346,15 @@ __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const S
     const uint32 own = first * BLOCK + ((chunk ^ (first % 8)) * 16);
     int stage = 0, parity = 1, number = 0;
     const int num_early = min(NUM_STAGES, rows.k_blocks);
+    bool has_waited = false, is_waited_for = false;
+    // When a stage of the next tile is free again, consumers have stored the results of this one.
+    int tells_at = -1;
     Tile tile;
     while (tiles.take(tile)) {
+        if (Epilogue::HAS_INDEX) {
+            if (is_waited_for) tells_at = number + NUM_STAGES;
+            is_waited_for = tiles.is_waited_for();
+        }
         const bool is_packed = !Epilogue::HAS_INDEX || tile.is_packed;
         const int matrix_row = tile.expert * rows.num_columns
                                + tile.column * Epilogue::COLUMNS_PER_TILE;
@@ -309,7 +369,14 @@ __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const S
         if (number == 0) {
             // The kernel before this one makes rows, but no matrices.
             for (int k = 0; thread == 0 && k < num_early; ++k) request_matrices(k, k);
+        }
+        if (tile.is_early && number == 0) {
+            wait_for_blocks(rows.ahead, gridDim.x);
+        } else if (!tile.is_early && !has_waited) {
             wait_for_kernel_before();
+            // The first-level cache may have scales of before, beside those of early tiles.
+            if (number) wait_for_blocks(rows.ahead, 0);
+            has_waited = true;
         }
         RowReader reader(rows, tile, is_packed);
         const int block = thread ? epilogue.second_block(tile) : epilogue.first_block(tile);
@@ -330,6 +397,7 @@ __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const S
                              matrix_scales + k);
             }
             barrier_arrive_after_copies(full);
+            if (Epilogue::HAS_INDEX && number == tells_at && thread == 32) tell(rows.ahead);
             ++number;
             reader.codes += BLOCK;
             if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
@@ -509,6 +577,8 @@ struct GateUp {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) store_row(tile, row + 8 * half, half, gate);
+        // One thread of the warp says later, by releasing a stage, that all have stored.
+        __syncwarp();
     }
 
     __device__ __forceinline__ void store_row(const Tile& tile, int row, int half,
@@ -621,19 +691,18 @@ struct Down {
     __device__ __forceinline__ void store(const Tile& tile, int row, const float (&first)[64],
                                           const float (&second)[64], RowWeights weights,
                                           const TensorMap* map, uint32 results) const {
-        const int first_row = keep_uniform(row);  // of this warp
-        const int num_rows = min(ROWS_PER_WARP, tile.num_rows - first_row);
-        if (num_rows <= 0) return;
-        const int slot = tile.slot + first_row, column = tile.column * COLUMNS_PER_TILE;
-        store_block(map, results, slot, num_rows, column, weights, first);
-        if (has_second(tile)) {
-            store_block(map, results, slot, num_rows, column + BLOCK, weights, second);
-        }
+        store_block(map, results, tile, row, 0, weights, first);
+        store_block(map, results, tile, row, 1, weights, second);
     }
 
-    __device__ __forceinline__ void store_block(const TensorMap* map, uint32 results, int slot,
-                                                int num_rows, int column, RowWeights weights,
+    // block: 0 or 1, of the tile.
+    __device__ __forceinline__ void store_block(const TensorMap* map, uint32 results, const Tile& tile,
+                                                int row, int block, RowWeights weights,
                                                 const float (&totals)[64]) const {
+        const int first_row = keep_uniform(row);  // of this warp
+        const int num_rows = min(ROWS_PER_WARP, tile.num_rows - first_row);
+        if (num_rows <= 0 || (block == 1 && !has_second(tile))) return;
+        const int slot = tile.slot + first_row, column = tile.column * COLUMNS_PER_TILE + block * BLOCK;
         const int lane = threadIdx.x % 32;
         // Boxes that are written still must have been read before others replace them.
         if (lane == 0) wait_for_writes();
@@ -807,13 +876,12 @@ __device__ void consume(const Rows& rows, const Maps& maps, Tiles tiles, const S
     if (Epilogue::RESULT_BYTES && own.is_first) wait_for_writes();
 }
 
-// The same for blocks that compute several tiles: the first product of a tile runs while results of the
-// tile before are stored. Where each block computes one tile, the longer code takes 20% more time, and
-// both ways in one kernel spill registers.
-template <typename Epilogue>
+// The same for blocks that compute several tiles of gate and up: the first product of a tile runs while
+// results of the tile before are stored. Where each block computes one tile, the longer code takes 20%
+// more time, and both ways in one kernel spill registers.
 __device__ void consume_ahead(const Rows& rows, const Maps& maps, Tiles tiles, const Shared& shared,
-                              const Epilogue& epilogue) {
-    const Consumer own(shared, Epilogue::RESULT_BYTES);
+                              const GateUp& epilogue) {
+    const Consumer own(shared, GateUp::RESULT_BYTES);
     const int k_blocks = rows.k_blocks;
     Position at{0, 0};
     bool is_full = false, has_copies = false;
@@ -829,9 +897,7 @@ __device__ void consume_ahead(const Rows& rows, const Maps& maps, Tiles tiles, c
         own.start_first(sums, stage);
     };
     const auto store_done = [&] {
-        if (done.num_rows == 0) return;
-        const RowWeights weights = epilogue.weights_of(done, own.row);
-        epilogue.store(done, own.row, first, second, weights, maps.out, own.results);
+        if (done.num_rows) epilogue.store(done, own.row, first, second, {}, maps.out, own.results);
     };
     // The compiler lets products run on where branches are taken by whole warps.
     while (keep_uniform(tiles.take(tile))) {
@@ -843,7 +909,7 @@ __device__ void consume_ahead(const Rows& rows, const Maps& maps, Tiles tiles, c
             at.advance(k_blocks);
             continue;
         }
-        has_copies = Epilogue::HAS_INDEX && !keep_uniform(tile.is_packed);
+        has_copies = !keep_uniform(tile.is_packed);
         if (has_copies) fence_copies();
         begin(keep_uniform(at.stage), at.parity);
         store_done();
@@ -876,7 +942,85 @@ __device__ void consume_ahead(const Rows& rows, const Maps& maps, Tiles tiles, c
         done.column = keep_uniform(tile.column);
     }
     store_done();
-    if (Epilogue::RESULT_BYTES && own.is_first) wait_for_writes();
+}
+
+// The same for blocks that compute several tiles of down: a tile's first block of H is stored while its
+// last product runs, and the second block while the first product of the next tile does.
+template <typename Element>
+__device__ void consume_ahead(const Rows& rows, const Maps& maps, Tiles tiles, const Shared& shared,
+                              const Down<Element>& epilogue) {
+    const Consumer own(shared, Down<Element>::RESULT_BYTES);
+    const int k_blocks = rows.k_blocks;
+    Position at{0, 0};
+    bool is_full = false;
+    float first[64], second[64], sums[64];
+    RowWeights weights{};
+    Tile tile;
+    // Of the tile whose results are not stored yet, if it has rows.
+    Tile done{};
+    const auto wait_for_stage = [&](int stage, int parity) {
+        if (!is_full) barrier_wait(own.full + stage * 8, parity);
+    };
+    bool has_tile = keep_uniform(tiles.take(tile));
+    for (;; at.advance(k_blocks)) {
+        const bool has_rows = has_tile && own.first_row < static_cast<int>(keep_uniform(tile.num_rows));
+        if (has_rows) wait_for_stage(at.stage, at.parity);
+        // Without rows nobody needs this product, but if only one of two branches began one, the compiler
+        // would wait for it where they meet.
+        own.start_first(sums, keep_uniform(at.stage));
+        if (done.num_rows) epilogue.store_block(maps.out, own.results, done, own.row, 1, weights, second);
+        if (!has_tile) break;
+        float last_scale = 0.0f, last_scale_8 = 0.0f;
+        int last_stage = 0;
+        if (has_rows) {
+            done.slot = keep_uniform(tile.slot);
+            done.num_rows = keep_uniform(tile.num_rows);
+            done.column = keep_uniform(tile.column);
+            // Loaded before they are needed.
+            weights = epilogue.weights_of(done, own.row);
+#pragma unroll
+            for (int i = 0; i < 64; ++i) first[i] = second[i] = 0.0f;
+            int parity = at.parity;
+#pragma unroll 1
+            for (int k = -at.stage;; k += NUM_STAGES, parity ^= 1) {
+#pragma unroll
+                for (int stage = 0; stage < NUM_STAGES; ++stage) {
+                    if (k + stage < 0) continue;
+                    const BlockScales by(own, stage);
+                    finish(sums);
+                    add_scaled(first, sums, by.first, by.first_8);
+                    own.start_second(sums, stage);
+                    const int next = (stage + 1) % NUM_STAGES, next_parity = next ? parity : parity ^ 1;
+                    is_full = barrier_is_over(own.full + next * 8, next_parity);
+                    if (k + stage + 1 == k_blocks) {
+                        last_scale = by.second;
+                        last_scale_8 = by.second_8;
+                        last_stage = stage;
+                        goto last;
+                    }
+                    finish(sums);
+                    own.release(stage);
+                    add_scaled(second, sums, by.second, by.second_8);
+                    wait_for_stage(next, next_parity);
+                    own.start_first(sums, next);
+                }
+            }
+        last:
+            epilogue.store_block(maps.out, own.results, done, own.row, 0, weights, first);
+        } else {
+            done.num_rows = 0;
+            own.pass_over(at, k_blocks);
+            is_full = false;
+        }
+        has_tile = keep_uniform(tiles.take(tile));
+        finish(sums);
+        if (has_rows) {
+            own.release(last_stage);
+            add_scaled(second, sums, last_scale, last_scale_8);
+        }
+    }
+    finish(sums);
+    if (own.is_first) wait_for_writes();
 }
 
 // IS_AHEAD: blocks compute several tiles.
@@ -906,7 +1050,8 @@ __device__ __forceinline__ void run(const Rows& rows, const Maps& maps, const Ep
     }
     __syncthreads();
     let_next_kernel_begin();
-    const Tiles tiles(rows, epilogue.num_column_tiles());
+    Tiles tiles(rows, epilogue.num_column_tiles());
+    if (IS_AHEAD && !Epilogue::HAS_INDEX && rows.ahead) tiles.begin_early();
     if (threadIdx.x / WARPGROUP == CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
         produce(rows, maps, tiles, shared, epilogue);

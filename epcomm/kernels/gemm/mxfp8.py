@@ -138,13 +138,16 @@ def gate_up_mxfp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> N
     _multiply(given, given.row_of_slot, (movable(out_codes), movable(out_scales)))
 
 
-def down_mxfp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> None:
+def down_mxfp8(
+    given: Product, *, slot_weights: Tensor | None, out: Tensor, after: None = None
+) -> None:
     """Compute x down of every slot, times its router weight; padding slots are not written.
 
     Args:
         given: rows [C, I] and matrices [L, H, I], mxfp8.
         slot_weights: [C], float32, or None.
         out: [C, H], bfloat16, float16 or float32.
+        after: what gate_up_mxfp8() returned, which is nothing here.
 
     Allocates the rows in BF16. Host sync: none. Compiled for each H, I and L.
     """

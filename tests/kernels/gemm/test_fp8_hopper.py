@@ -24,8 +24,9 @@ from epcomm.kernels.gemm import fp8_hopper  # noqa: E402
 from epcomm.ops.slots import build_slot_index, count_experts  # noqa: E402
 from epcomm.quantization import FP8_FLOAT32_SCALES, quantize  # noqa: E402
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner  # noqa: E402
+from epcomm.runners.gpu_slots import first_product, second_product  # noqa: E402
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner  # noqa: E402
-from epcomm.types import Layout, WeightsAppliedBy  # noqa: E402
+from epcomm.types import Int8Profile, Layout, WeightsAppliedBy  # noqa: E402
 from epcomm.weights.quantized import Fp8BlockWeights  # noqa: E402
 from epcomm.weights.unquantized import ExpertWeights  # noqa: E402
 from tests.kernels.gemm.fp8_products import check_unused_slots_are_left  # noqa: E402
@@ -81,13 +82,20 @@ def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str,
         assert len(re.findall(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3", code)) == 4 * num_products
         # A wait after each step instead of each product is how the compiler serialises them.
         assert len(re.findall(r"QGMMA.*gsb0", code)) == num_products
-        assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == num_products
+        # Down waits for the last product of a tile outside of the loop, and for one without a tile.
+        num_waits = num_products + (name in AHEAD and "down" in name)
+        assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == num_waits
         assert not re.search(r"\b(STL|LDL)\b", code)
     for code in map(machine_code.__getitem__, PRODUCTS):
         # The loop over K loads nothing from global memory, and computes descriptors in uniform
         # registers, from constants.
         first, last = code.index("QGMMA"), code.rindex("QGMMA")
         assert not re.search(r"\b(LDG|R2UR)\b", code[first:last])
+    # Down stores results while products run: after one has begun, before it is waited for.
+    ahead = machine_code["down_fp8_bfloat16_ahead"]
+    assert "UTMASTG" in ahead[ahead.index("gsb0") : ahead.index("WARPGROUP.DEPBAR")]
+    last = ahead.rindex("gsb0", 0, ahead.rindex("UTMASTG"))
+    assert "UTMASTG" in ahead[last : ahead.index("WARPGROUP.DEPBAR", ahead.rindex("QGMMA"))]
     gate_up, down = machine_code["gate_up_fp8"], machine_code["down_fp8_bfloat16"]
     for code in map(machine_code.__getitem__, (*PRODUCTS, *AHEAD)):
         assert code.count("UTMALDG.2D") == 5
@@ -216,6 +224,7 @@ def test_blocks_that_take_several_tiles_equal_the_plain_runner(
     """Use experts of 0, 1, 128, 129 and 300 rows, some 200 tiles for 132 SMs."""
     monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", packed_from)
     monkeypatch.setattr(fp8_hopper, "AHEAD_SLOTS_PER_EXPERT", ahead_from)
+    monkeypatch.setattr(fp8_hopper, "DOWN_AHEAD_SLOTS_PER_EXPERT", ahead_from)
     hidden, inner = 1152, 640
     counts = repeats * [300, 0, 129, 300, 1, 128, 300, 300, 300, 300, 300, 300]
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -253,10 +262,46 @@ def test_packed_rows_give_the_bits_of_rows_through_the_index(
     for least, ahead_from in ((1, 1 << 20), (1 << 20, 1 << 20), (1, 0), (1 << 20, 0)):
         monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", least)
         monkeypatch.setattr(fp8_hopper, "AHEAD_SLOTS_PER_EXPERT", ahead_from)
+        monkeypatch.setattr(fp8_hopper, "DOWN_AHEAD_SLOTS_PER_EXPERT", ahead_from)
         results = Fp8WgmmaRunner().run(dispatched, weights).hidden_states
         found.append(results_of_experts(dispatched, results))
     for results in zip(*found, strict=True):
         assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+# 1100 rows are nine row tiles. 132 blocks compute 864 tiles of gate and up: some of them have one
+# more than the others, which begin with down.
+@needs_hopper
+@pytest.mark.parametrize("packed_bytes", [0, 1 << 40], ids=["packed", "through the index"])
+def test_a_second_product_that_begins_early_has_the_same_bits(
+    packed_bytes: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_hopper, "PACKED_BYTES", packed_bytes)
+    hidden, inner, counts = 2048, 768, torch.full((16,), 1100)
+    weights = make_weights(torch.bfloat16, device, hidden, inner, num_experts=len(counts))
+    generator = torch.Generator().manual_seed(9)
+    ids = torch.arange(len(counts)).repeat_interleave(counts)
+    ids = ids[torch.randperm(len(ids), generator=generator)].unsqueeze(1).to(device)
+    x = torch.randn(len(ids), hidden, generator=generator).to(device, weights.dtype)
+    dispatched = rows_record(
+        quantize(x, FP8_FLOAT32_SCALES),
+        build_slot_index(ids, count_experts(ids, len(counts)), len(ids)),
+        torch.ones(len(ids), device=device),
+        WeightsAppliedBy.COMBINE,
+    )
+    first = first_product(dispatched, weights, Int8Profile.RINT127)
+    found = []
+    for is_early in (False, True, True, True):
+        codes = torch.zeros(len(ids), inner, device=device).to(torch.float8_e4m3fn)
+        scales = torch.zeros(len(ids), inner // 128, device=device)
+        out = torch.zeros_like(x)
+        begun = fp8_hopper.gate_up_fp8(first, out_codes=codes, out_scales=scales)
+        assert begun.ahead is not None
+        second = second_product(first, codes, scales, weights)
+        after = begun if is_early else None
+        fp8_hopper.down_fp8(second, slot_weights=None, out=out, after=after)
+        found.append(out)
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 @needs_hopper

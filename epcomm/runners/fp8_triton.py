@@ -17,7 +17,7 @@ from epcomm.weights.quantized import BLOCK, Fp8BlockWeights, Mxfp8Weights, Quant
 from epcomm.weights.unquantized import ExpertTensors
 
 # A function with the signature of those in kernels/gemm/fp8.py.
-Multiply = Callable[..., None]
+Multiply = Callable[..., object]
 
 
 class Fp8TritonRunner(GpuSlotsRunner):

@@ -334,7 +334,7 @@ def down_fp8(
         num_tiles = given.num_tiles(num_slots, TILE_ROWS, 2 * BLOCK, hidden_size)
         blocks = min(num_tiles, given.num_sms or num_tiles, kernels.num_sms)
         is_early = after is not None and given.num_sms is None
-        if is_early and after.ahead is not None and blocks == kernels.num_sms:
+        if after and after.ahead is not None and is_early and blocks == kernels.num_sms:
             rows.ahead = after.ahead.data_ptr()
         arguments = (rows_map, matrix_map, out_map, rows, epilogue)
         is_ahead = num_slots >= DOWN_AHEAD_SLOTS_PER_EXPERT * num_experts

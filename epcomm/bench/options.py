@@ -106,6 +106,12 @@ class BenchOptions:
                 "epcomm bench: --combine is given with --layer, which does not time formats of "
                 "sums; leave one of them out"
             )
+        has_gradients = set(self.weights) - {FP8} and set(self.modes) - {Mode.LOW_LATENCY}
+        if self.backward and not has_gradients:
+            raise ConfigError(
+                "epcomm bench: --backward is given, but experts in fp8 and mode low_latency have "
+                f"no gradients; add {self.dtype} to --weights and normal to --modes"
+            )
         if self.wire is not None and self.intermediate is not None:
             raise ConfigError(
                 f"epcomm bench: --wire is {self.wire} with --layer, whose experts decide the "

@@ -68,7 +68,9 @@ def plan(
     if found.runners is not None:
         assert weights is not None, "runners are judged by their experts"
         chosen = _with_runner(chosen, config, found.runners, weights)
-        chosen = replace(chosen, rests_on=found.rests_on.get(chosen.runner or "", ""))
+        limit = None if ranks.device_type == "cpu" else config.product_sms
+        rests_on = found.rests_on.get(chosen.runner or "", "")
+        chosen = replace(chosen, product_sms=limit, rests_on=rests_on)
     elif config.runner != "auto":
         chosen = _map_phases(chosen, partial(_aligned, runner=config.runner))
     if group is None:
@@ -203,7 +205,7 @@ def _with_runner(
             f"{'; '.join(complete[name].reasons)}; use runner='auto'{advice}"
         )
     read = _map_phases(chosen, partial(_read_by, runner=name, weights=weights))
-    return replace(read, runner=name, rejected_runners=rejected, product_sms=config.product_sms)
+    return replace(read, runner=name, rejected_runners=rejected)
 
 
 def _read_by(phase: PhasePlan, runner: str, weights: ExpertTensors) -> PhasePlan:

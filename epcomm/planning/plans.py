@@ -191,7 +191,7 @@ class EPPlan:
         decode_lacks names what is missing for it.
     runner: runner registry name; None if the plan was made without expert weights, and in mode
         fuseep, whose operators compute them.
-    product_sms: most SMs of a GPU that the runner's products take; None: no limit.
+    product_sms: most SMs of a GPU that the runner's products take; None: no limit, or no GPU.
     rejected_runners: those that cannot compute these experts.
     rests_on: with sum_groups, what must be equal wherever bits are compared, besides the plan.
     assumed: facts on which the plan relies without having checked them; empty for this machine.

@@ -118,6 +118,8 @@ WORDS = [
         (BENCH, "--micro-batches 1 --layer", "--micro-batches is 1, expected 2 to"),
         (BENCH, "--intermediate 64", "--intermediate is given without --layer"),
         (BENCH, "--weights fp8", "--weights is given without --layer"),
+        (BENCH, "--backward --layer --weights fp8", "--backward is given, but experts in fp8 and"),
+        (BENCH, "--backward --layer --modes low_latency", "--backward is given, but experts in"),
         (BENCH, "--layer --intermediate 64 --weights ,", "--weights is ''"),
         (BENCH, "--shape gpt", "--shape is 'gpt', expected one of ['deepseek_v3', "),
         (BENCH, "--layer --weights int4", "--weights is 'int4', expected some of ['bf16', 'fp8']"),

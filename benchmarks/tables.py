@@ -105,6 +105,9 @@ def _render_bench(result: Result) -> str:
     sizes, rates = result["configuration"], result.get("rates")
     table = _table_of_layers(result) if rates else _table_of_pairs(result["results"])
     what = "whole layers and their parts" if rates else "dispatch and combine"
+    if sizes.get("backward"):
+        table, rates = _table_of_steps(result), None
+        what = "whole layers launched from Python, and the most memory that a call allocates,"
     caption = (
         f"{sizes['ranks']} ranks over {sizes['transport']} on {_where(result)}, {_layer(sizes)}, "
         f"{sizes['dtype']}, {_torch(result)}, {_commits([result])}; medians in us of {what} on "
@@ -158,6 +161,25 @@ def _table_of_layers(result: Result) -> list[str]:
             )
     heads = ["tokens a rank", "experts", "", *spans, "over the bound", "layer from Python"]
     return _table(heads, rows, is_first_text=False)
+
+
+def _table_of_steps(result: Result) -> list[str]:
+    """Return a row for each layer launched from Python: forward, with backward, and their memory.
+
+    Layers whose tokens are divided follow the whole ones.
+    """
+    rows = []
+    for bound in _bounds_of(result):
+        for each in _layers_of(result, bound):
+            if each["in_graph"]:
+                continue
+            us = {span: times["p50"] for span, times in each["us"].items()}
+            peaks = {part: peak / 1e9 for part, peak in each["peak_bytes"].items()}
+            cells = [_number(us.get(part), 0) for part in ("layer", "step")]
+            cells += [_number(peaks.get(part), 2) for part in ("layer", "step")]
+            rows.append([each["weights"], _contender(each), *cells])
+    heads = ["forward, us", "with backward, us", "forward, GB", "with backward, GB"]
+    return _table(["experts", "layer", *heads], rows)
 
 
 def _contender(timing: Result, *, in_graph: bool = False) -> str:

@@ -78,7 +78,10 @@ def check_rows(caller: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not (tensor.is_cuda or IS_INTERPRETED):
             raise ShapeError(f"{caller}: {name} is on {tensor.device}, expected cuda; move it")
-        columns_are_adjacent = tensor.ndim == 2 and (tensor.shape[1] <= 1 or tensor.stride(1) == 1)
+        # contiguous() keeps the strides of a matrix without elements: 0 in the gradient of sum().
+        columns_are_adjacent = tensor.ndim == 2 and (
+            tensor.shape[1] <= 1 or tensor.stride(1) == 1 or tensor.numel() == 0
+        )
         if not columns_are_adjacent:
             raise ShapeError(
                 f"{caller}: {name} has shape {list(tensor.shape)} and strides "

@@ -183,8 +183,10 @@ def test_scatter_brings_scales_ids_and_weights(hidden: int, device: torch.device
     assert row_scales[6].isnan().all()
 
 
-def test_nothing_to_do(device: torch.device) -> None:
-    rows, none = torch.empty(0, 4, device=device), torch.empty(0, dtype=torch.int32, device=device)
+@pytest.mark.parametrize("strides", [(4, 1), (0, 0)], ids=["usual", "gradient of sum()"])
+def test_nothing_to_do(strides: tuple[int, int], device: torch.device) -> None:
+    rows = torch.empty_strided((0, 4), strides, device=device)
+    none = torch.empty(0, dtype=torch.int32, device=device)
     gather_rows(rows, none, torch.empty(0, 4, device=device))
     padding = torch.full((2, 4), NAN, device=device)
     gather_rows(rows, torch.full((2,), -1, dtype=torch.int32, device=device), padding)

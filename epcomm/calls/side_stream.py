@@ -10,6 +10,7 @@ then it has launched other work, and the device does both:
     side stream        | headers D1 |        | rows D1 .. |           | C0 ..
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar
@@ -21,6 +22,8 @@ from epcomm.calls.transfers import Transfers
 from epcomm.collectives.base import StreamOrder
 from epcomm.errors import group_closed
 from epcomm.records import Steps
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -141,6 +144,9 @@ class StreamTransfers(Transfers[LaunchedCall]):
         return call.result
 
     def _forget(self, call: LaunchedCall) -> None:
+        if call.error is not None:
+            # Nothing else shows it, and ranks without an error may wait for the rows of this one.
+            _logger.error("a begun call has failed (%s)", self._where, exc_info=call.error)
         self._forgotten.append(call)
 
 

@@ -126,12 +126,17 @@ def test_the_rest_is_launched_by_wait_or_by_another_call_of_the_group(
     assert transfers.last is None
 
 
-def test_an_error_is_raised_by_wait_alone(log: Log, transfers: StreamTransfers) -> None:
+def test_an_error_is_raised_by_wait_alone_or_logged(
+    log: Log, transfers: StreamTransfers, caplog: pytest.LogCaptureFixture
+) -> None:
     failing = transfers.begin(call(log, "A", ValueError("no memory")), "A")
     following = transfers.begin(call(log, "B"), "B")
     assert following.wait() == "B"
     with pytest.raises(ValueError, match="no memory"):
         failing.wait()
+    transfers.begin(partial(at_once, lambda: 1 / 0), "C", must_wait=False)
+    assert transfers.take_unfinished(is_last=True) is None
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_an_interrupt_ends_its_call(log: Log, transfers: StreamTransfers) -> None:

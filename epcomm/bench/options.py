@@ -102,21 +102,13 @@ class BenchOptions:
         if has_none or not set(formats).issuperset(self.weights):
             _refuse("weights", repr(",".join(self.weights)), f"some of {formats}")
         if self.combine and self.intermediate is not None:
-            raise ConfigError(
-                "epcomm bench: --combine is given with --layer, which does not time formats of "
-                "sums; leave one of them out"
-            )
-        has_gradients = set(self.weights) - {FP8} and set(self.modes) - {Mode.LOW_LATENCY}
-        if self.backward and not has_gradients:
-            raise ConfigError(
-                "epcomm bench: --backward is given, but experts in fp8 and mode low_latency have "
-                f"no gradients; add {self.dtype} to --weights and normal to --modes"
-            )
+            _refuse("combine", "given with --layer, which does not time sums", "one of the two")
         if self.wire is not None and self.intermediate is not None:
-            raise ConfigError(
-                f"epcomm bench: --wire is {self.wire} with --layer, whose experts decide the "
-                "format of rows; leave one of them out"
-            )
+            _refuse("wire", f"{self.wire} with --layer, whose experts decide it", "one of the two")
+        trains = set(self.weights) - {FP8} and set(self.modes) - {Mode.LOW_LATENCY}
+        if self.backward and not trains:
+            lacks = "because fp8 and low_latency have no gradients"
+            _refuse("backward", "given", f"{self.dtype} in --weights, normal in --modes, {lacks}")
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ConfigError if the experts are not a multiple of the ranks. Local."""

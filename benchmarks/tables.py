@@ -164,10 +164,7 @@ def _table_of_layers(result: Result) -> list[str]:
 
 
 def _table_of_steps(result: Result) -> list[str]:
-    """Return a row for each layer launched from Python: forward, with backward, and their memory.
-
-    Layers whose tokens are divided follow the whole ones.
-    """
+    """Return a row for each layer launched from Python: forward and with backward, with memory."""
     rows = []
     for bound in _bounds_of(result):
         for each in _layers_of(result, bound):

@@ -107,8 +107,7 @@ class BenchOptions:
             _refuse("wire", f"{self.wire} with --layer, whose experts decide it", "one of the two")
         trains = set(self.weights) - {FP8} and set(self.modes) - {Mode.LOW_LATENCY}
         if self.backward and not trains:
-            lacks = "because fp8 and low_latency have no gradients"
-            _refuse("backward", "given", f"{self.dtype} in --weights, normal in --modes, {lacks}")
+            _refuse("backward", "given", f"{self.dtype} in --weights, normal in --modes, to train")
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ConfigError if the experts are not a multiple of the ranks. Local."""

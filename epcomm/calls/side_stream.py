@@ -71,7 +71,7 @@ class StreamTransfers(Transfers[LaunchedCall]):
     def settle(self) -> None:
         if self.last is None or self._is_launching:
             return
-        self._launch_rest()
+        self._launch_all(self.last)
         # Calls on the current stream follow those on the side stream.
         self._order.follow(self._device)
         self.last = None
@@ -83,7 +83,7 @@ class StreamTransfers(Transfers[LaunchedCall]):
     def _start(self, make: Callable[[], Steps[Any]], name: str) -> LaunchedCall:
         if self._is_closed:
             raise group_closed(name, self._where)
-        self._launch_rest()
+        self._launch_all(self.last)
         if not torch.cuda.is_current_stream_capturing():
             self._forgotten = [each for each in self._forgotten if not each.end.query()]
         call = LaunchedCall(
@@ -96,13 +96,9 @@ class StreamTransfers(Transfers[LaunchedCall]):
         self._launch(call)
         return call
 
-    def _launch_rest(self) -> None:
-        """Launch what is left of the last call; earlier ones have been launched."""
-        if self.last is not None:
-            self._launch_all(self.last)
-
-    def _launch_all(self, call: LaunchedCall) -> None:
-        while call.steps is not None:
+    def _launch_all(self, call: LaunchedCall | None) -> None:
+        """Launch what is left of a call; before the last one, all have been launched."""
+        while call is not None and call.steps is not None:
             self._launch(call)
 
     def _launch(self, call: LaunchedCall) -> None:

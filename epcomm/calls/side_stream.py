@@ -148,11 +148,12 @@ class StreamTransfers(Transfers[LaunchedCall]):
 
 def tensors_of(value: object) -> Iterator[Tensor]:
     """Yield the tensors in a result: in tuples, and in the fields of records."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from tensors_of(each)
-    elif is_dataclass(value):
-        for each in vars(value).values():
-            yield from tensors_of(each)
+    parts = [value]
+    # The list grows while it is read. A generator in each record takes twice as long.
+    for part in parts:
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, tuple):
+            parts += part
+        elif is_dataclass(part):
+            parts += vars(part).values()

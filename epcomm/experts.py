@@ -566,9 +566,11 @@ class PipelinePath:
     ) -> Steps[Tensor]:
         """Run one batch in a number of chunks, and yield while they are sent; only if begins()."""
         dispatcher, trained = self._enter(weights, decode=decode)
+        transfers = self._group.calls.transfers
         y, plans = yield from chunks.run(
             *(dispatcher, x, topk, weights, self._run_experts),
             number=number,
+            joins=transfers is not None and not transfers.are_free,
             experts_need_grad=trained,
             meanwhile=meanwhile,
         )

@@ -4,8 +4,9 @@ The router weight is folded in before the second product, (w h) D = w (h D): I c
 instead of H, and backward needs no copy of the unweighted result.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,17 @@ from epcomm.records import RowsDispatchOutput, SlotIndex
 from epcomm.runners.base import ExpertRunner, size_reasons, slot_weights_to_apply, weight_slots
 from epcomm.types import ROW_ALIGNMENT_BYTES, ROW_DTYPES, Layout, WireDtype
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights, LateGradient
+
+
+class Part(NamedTuple):
+    """The slots of one chunk, of which the gradient of the matrices is left' right.
+
+    left: [C, *].   right: [C, *].   ends: [L], int32, of each expert.
+    """
+
+    left: Tensor
+    right: Tensor
+    ends: Tensor
 
 
 class GroupedMMRunner(ExpertRunner):
@@ -87,7 +99,7 @@ class _OwnProduct(torch.autograd.Function):
         slots: Tensor,
         matrices: Tensor,
         ends: Tensor,
-        late: LateGradient | None,
+        late: LateGradient[Part] | None,
         num_sms: int | None,
     ) -> Tensor:
         ctx.save_for_backward(slots, matrices, ends)
@@ -99,26 +111,55 @@ class _OwnProduct(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         kept: Any = ctx
         (slots, matrices, ends), needed = kept.saved_tensors, kept.needs_input_grad
-        gradient = partial(_gradient_of, matrices, slots, grad, ends, kept.num_sms)
+        # Of the parameter, of which `matrices` is this view or its transpose.
+        left, right = (slots, grad) if matrices.stride(2) == 1 else (grad, slots)
+        part, compute = Part(left, right, ends), partial(_gradient_of, num_sms=kept.num_sms)
         found = None
         if kept.late is not None:
-            kept.late.leave(gradient)
+            kept.late.leave(part, compute)
         elif needed[1]:
-            found = gradient() if matrices.stride(2) == 1 else gradient().mT
+            found = compute([part]) if matrices.stride(2) == 1 else compute([part]).mT
         rows = multiply_groups(grad, matrices.mT, ends, kept.num_sms) if needed[0] else None
         return rows, found, None, None, None
 
 
-def _gradient_of(
-    matrices: Tensor, slots: Tensor, grad: Tensor, ends: Tensor, num_sms: int | None
-) -> Tensor:
-    """Return the gradient of the parameter, of which `matrices` is this view or its transpose."""
-    left, right = (slots, grad) if matrices.stride(2) == 1 else (grad, slots)
+def _gradient_of(parts: Sequence[Part], *, num_sms: int | None) -> Tensor:
+    left, right, ends = parts[0] if len(parts) == 1 else _joined(parts)
     return multiply_groups(left.t(), right, ends, num_sms)
 
 
+def _joined(parts: Sequence[Part]) -> Part:
+    """Return the slots of all parts, by expert.   Host sync: none.
+
+    Slots a a b and a b b give a a a b b b: they move to 0 1 3 and 2 4 5.
+    """
+    # The last size is that of the slots after the last expert.
+    sizes = torch.stack(
+        [
+            ends.diff(prepend=ends.new_zeros(1), append=ends.new_full((1,), len(left)))
+            for left, _, ends in parts
+        ]
+    )
+    ends = sizes.sum(0).cumsum(0)
+    firsts = ends - sizes.sum(0) + sizes.cumsum(0) - sizes
+    moves = firsts - (sizes.cumsum(1) - sizes)
+    num_slots = sum(len(part.left) for part in parts)
+    joined = [each.new_empty(num_slots, each.shape[1]) for each in (parts[0].left, parts[0].right)]
+    for part, size, move in zip(parts, sizes, moves, strict=True):
+        number = len(part.left)
+        place = torch.arange(number, device=ends.device)
+        place += move.repeat_interleave(size, output_size=number)
+        for target, rows in zip(joined, part, strict=False):
+            target[place] = rows
+    return Part(joined[0], joined[1], ends[:-1].to(torch.int32))
+
+
 def _product(
-    slots: Tensor, matrices: Tensor, ends: Tensor, late: LateGradient | None, num_sms: int | None
+    slots: Tensor,
+    matrices: Tensor,
+    ends: Tensor,
+    late: LateGradient[Part] | None,
+    num_sms: int | None,
 ) -> Tensor:
     """Multiply the slots [C, in] of each expert by its matrix, [L, in, out]."""
     if late is None and num_sms is None:

@@ -1,18 +1,21 @@
 """The weights of routed experts as checkpoints hold them, and one rank's share of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.types import WireFormat
+
+# What a runner needs to compute a part of a gradient.
+PartT = TypeVar("PartT")
 
 
 class Activation(StrEnum):
@@ -62,45 +65,55 @@ class ExpertFormat:
             )
 
 
-class LateGradient:
-    """The gradient of a tensor as the sum of its parts, which backward may compute late.
+class LateGradient(Generic[PartT]):
+    """The gradient of a tensor as the sum of its parts, which backward may compute late."""
 
-    parts: computations of parts that runners have left.
-    """
+    def __init__(self, number: int, *, joins: bool = False) -> None:
+        """Start a sum of `number` parts.
 
-    def __init__(self, number: int) -> None:
-        """Start a sum of `number` parts."""
-        self.parts: list[Callable[[], Tensor]] = []
-        self._number, self._num_added = number, 0
+        joins: parts that runners leave are computed together, when the last is added.
+        """
+        self._number, self._joins, self._num_added = number, joins, 0
+        self._parts: list[PartT] = []
         self._sum: Tensor | None = None
         self._task = -1
 
-    def leave(self, part: Callable[[], Tensor]) -> None:
-        """Keep the computation of a part for add(); drop those of earlier backward passes."""
+    def leave(self, part: PartT, compute: Callable[[Sequence[PartT]], Tensor]) -> None:
+        """Keep a part for add(), and drop those of earlier backward passes.
+
+        compute: returns the gradient of parts together.
+        """
         self._begin_pass()
-        self.parts.append(part)
+        self._parts.append(part)
+        self._compute = compute
 
     def _begin_pass(self) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task, self.parts, self._sum, self._num_added = task, [], None, 0
+            self._task, self._parts, self._sum, self._num_added = task, [], None, 0
 
     def add(self, part: Tensor | None) -> Tensor | None:
-        """Add a part, or compute one that was left; return the sum after the last, else None.
+        """Add a part, or None for one that was left; return the sum after the last, else None.
 
         The sum is rounded once: it is in float32 or wider.
         """
         self._begin_pass()
-        part = self.parts.pop(0)() if part is None else part
-        if self._number == 1:
+        self._num_added += 1
+        is_last = self._num_added == self._number
+        if part is None and (is_last or not self._joins):
+            ready = slice(None) if self._joins else slice(1)
+            part = self._compute(self._parts[ready])
+            del self._parts[ready]
+        if is_last and self._sum is None:
             return part
+        if part is None:
+            return None
         wide = torch.promote_types(part.dtype, torch.float32)
         # In place, so that a second sum is never in memory.
         self._sum = part.to(wide, copy=True) if self._sum is None else self._sum.add_(part)
-        self._num_added += 1
-        if self._num_added < self._number:
+        if not is_last:
             return None
-        total, self._sum, self._num_added = self._sum, None, 0
+        total, self._sum = self._sum, None
         return total.to(part.dtype)
 
 
@@ -112,7 +125,7 @@ class ExpertTensors(ABC):
     late: the gradients that a runner may leave instead of returning them; not a field.
     """
 
-    late: ClassVar[Mapping[str, LateGradient]] = {}
+    late: ClassVar[Mapping[str, LateGradient[Any]]] = {}
 
     gate_up_proj: Tensor
     down_proj: Tensor
@@ -162,7 +175,7 @@ class ExpertTensors(ABC):
         return any(tensor.requires_grad for tensor in self.tensors().values())
 
     def exchanged(
-        self, tensors: Mapping[str, Tensor], *, late: Mapping[str, LateGradient] | None = None
+        self, tensors: Mapping[str, Tensor], *, late: Mapping[str, LateGradient[Any]] | None = None
     ) -> Self:
         """Return these experts with other tensors of the same form, without checks."""
         other = copy(self)

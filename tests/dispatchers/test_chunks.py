@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from epcomm import EPConfig, EPError, EPGroup, ExpertParallelExperts, TopKOutput
+from epcomm.calls.transfers import ThreadTransfers
 from epcomm.dispatchers.dispatcher import Dispatcher
 from epcomm.experts import PipelinePath
 from epcomm.quantization import quantize
@@ -65,11 +66,13 @@ def results_of(
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("way", ["plain", "checkpointed", "joined"])
 def test_chunks_change_only_the_sums_of_expert_gradients(
-    backend: str, dtype: torch.dtype, checkpoints: bool
+    backend: str, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = replace(SPEC, dtype=dtype)
+    # As on GPUs, the gradients of experts are computed for all chunks together.
+    monkeypatch.setattr(ThreadTransfers, "are_free", way != "joined")
+    spec, checkpoints = replace(SPEC, dtype=dtype), way == "checkpointed"
     with EPGroup() as group:
         expected = results_of(layer_of(group, spec, backend=backend), spec)
         layer = layer_of(group, spec, backend=backend, chunks=NUM_CHUNKS)

@@ -30,6 +30,8 @@ from epcomm.types import WireFormat
 from tests.cases.playing import FAULTY, KINDS, SPEC, H, K, M, identity, open_dispatcher
 from tests.cases.specs import buffer_spec
 
+Splits = Sequence[int] | None
+
 
 class RowsWereSentError(Exception):
     """The header was accepted, although a word was wrong."""
@@ -66,12 +68,7 @@ class Mirror(Collectives):
         self.bounded.timeout_s = 1.0
 
     def _all_to_all(
-        self,
-        recv: Tensor,
-        send: Tensor,
-        recv_splits: Sequence[int] | None,
-        send_splits: Sequence[int] | None,
-        phase: str,
+        self, recv: Tensor, send: Tensor, recv_splits: Splits, send_splits: Splits, phase: str
     ) -> None:
         if send_splits is not None or send.dtype is not torch.int64:
             raise RowsWereSentError

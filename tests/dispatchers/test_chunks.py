@@ -16,22 +16,17 @@ from epcomm.dispatchers.dispatcher import Dispatcher
 from epcomm.experts import PipelinePath
 from epcomm.quantization import quantize
 from epcomm.spec import HostLayout
-from epcomm.testing.data import BatchSpec, holed_ids, make_batch, make_weights
+from epcomm.testing.data import BatchSpec, make_batch, make_weights
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.types import WireDtype, WireFormat
 from epcomm.weights.unquantized import LateGradient
 from tests.cases.recorder import Recorder
-from tests.dispatchers.test_transfers import BACKENDS
+from tests.dispatchers.test_transfers import BACKENDS, BATCH
 
 NUM_RANKS, NUM_CHUNKS = 2, 4
 # Rank 0 has no tokens and rank 1 fewer than chunks; with four ranks, rank 3 has more.
-SPEC = BatchSpec(
-    tokens_of_rank=lambda rank, world_size: 3 * rank,
-    choose_ids=holed_ids,
-    hidden_size=16,
-    num_local_experts=2,
-)
+SPEC = BATCH
 MAX_TOKENS = 64
 CONFIG = EPConfig(mode="normal", max_tokens_per_rank=MAX_TOKENS)
 # The mistakes of a rank in one chunk.

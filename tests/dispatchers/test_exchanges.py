@@ -25,6 +25,7 @@ from epcomm.collectives.bounded import BoundedWait
 
 SPEC = MoESpec(hidden_size=16, num_experts=2, top_k=2, dtype=torch.float32)
 NUM_TOKENS = 3
+Splits = Sequence[int] | None
 
 
 class OneRank(Collectives):
@@ -37,12 +38,7 @@ class OneRank(Collectives):
             self.bounded = cast(BoundedWait, SimpleNamespace(timeout_s=1.0))
 
     def _all_to_all(
-        self,
-        recv: Tensor,
-        send: Tensor,
-        recv_splits: Sequence[int] | None,
-        send_splits: Sequence[int] | None,
-        phase: str,
+        self, recv: Tensor, send: Tensor, recv_splits: Splits, send_splits: Splits, phase: str
     ) -> None:
         self.phases.append(phase)
         recv.copy_(send)

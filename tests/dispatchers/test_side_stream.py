@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from epcomm import EPConfig, EPGroup, ExpertParallelExperts, TopKOutput, interleave
+from epcomm import EPGroup, interleave
 from epcomm.calls.side_stream import StreamTransfers
-from epcomm.testing.data import BatchSpec, make_batch, make_weights, random_ids
+from epcomm.testing.data import BatchSpec, random_ids
 from epcomm.testing.oracle import relative_error
+from tests.dispatchers.test_chunks import inputs_of, layer_of
 from tests.dispatchers.test_transfers import BACKENDS, Rank
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -27,17 +27,6 @@ SPEC = BatchSpec(
     dtype=torch.bfloat16,
 )
 ROUNDS = 30
-
-
-def layer_of(group: EPGroup, **changes: Any) -> ExpertParallelExperts:  # noqa: ANN401
-    weights = make_weights(SPEC, group.world_size)
-    config = replace(EPConfig(mode="normal", max_tokens_per_rank=64), **changes)
-    return ExpertParallelExperts(weights, group, config, top_k=SPEC.top_k).to(group.device)
-
-
-def inputs_of(group: EPGroup) -> tuple[Tensor, TopKOutput]:
-    batch = make_batch(SPEC, group.rank, group.world_size).to(group.device)
-    return batch.x, batch.topk
 
 
 @pytest.mark.ranks(2)
@@ -75,10 +64,10 @@ def check_end_while_caller_computes(transfers: StreamTransfers) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_memory_of_begun_calls_is_not_reused_too_early(backend: str, group: EPGroup) -> None:
-    layer = layer_of(group, backend=backend)
+    layer = layer_of(group, SPEC, backend=backend)
     found = layer.phases.prefill
     assert found is not None
-    x, topk = inputs_of(group)
+    x, topk = inputs_of(layer, SPEC)
     with torch.no_grad():
         expected = layer(x, topk)
         for number in range(ROUNDS):
@@ -112,8 +101,8 @@ def poison(number: int) -> None:
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
 def test_a_graph_holds_two_micro_batches(backend: str, mode: str, group: EPGroup) -> None:
     budget = {"max_recv_slots": 64 * SPEC.top_k * group.world_size} if mode == "normal" else {}
-    layer = layer_of(group, backend=backend, mode=mode, **budget)
-    x, topk = inputs_of(group)
+    layer = layer_of(group, SPEC, backend=backend, mode=mode, **budget)
+    x, topk = inputs_of(layer, SPEC)
     halves = [
         (part, replace(topk, topk_ids=topk.topk_ids[part], topk_weights=topk.topk_weights[part]))
         for part in (slice(0, 32), slice(32, 64))

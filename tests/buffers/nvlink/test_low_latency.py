@@ -6,9 +6,10 @@ An interpreter takes a third of a second for a dispatch, so a case goes through 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ from epcomm.testing import buffer_suite
 from epcomm.types import Int8Profile, RowsPer, WireDtype, WireFormat
 from tests.cases.specs import buffer_spec
 
+BufferT = TypeVar("BufferT", bound=Buffer)
 BACKEND = "NVLinkLowLatencyBuffer"
 MASKED = "NVLinkMaskedBuffer"
 SCENARIOS = {
@@ -68,20 +70,9 @@ MASKED_SCENARIOS = {
 }
 
 
-def env_of(
-    group: EPGroup,
-    backend: str = BACKEND,
-    *,
-    wire: WireFormat | None = None,
-    hidden_size: int | None = None,
-) -> buffer_suite.BufferEnv:
+def env_of(group: EPGroup, backend: str = BACKEND, **options: Any) -> buffer_suite.BufferEnv:  # noqa: ANN401
     return buffer_suite.BufferEnv(
-        group=group,
-        backend=backend,
-        mode=Mode.LOW_LATENCY,
-        wire=wire,
-        hidden_size=hidden_size,
-        dtype=torch.bfloat16,
+        group=group, backend=backend, mode=Mode.LOW_LATENCY, dtype=torch.bfloat16, **options
     )
 
 
@@ -129,7 +120,7 @@ def test_buffer_keeps_its_contract(
 @pytest.mark.parametrize("sums", SUM_FORMATS, ids=str)
 def test_quantised_sums_keep_the_contract(sums: WireFormat) -> None:
     with EPGroup() as group:
-        env = replace(env_of(group, hidden_size=300), combine=sums)
+        env = env_of(group, hidden_size=300, combine=sums)
         on_gpus = group.device.type == "cuda"
         for scenario in buffer_suite.SCENARIOS if on_gpus else ("holes", "traffic"):
             buffer_suite.run_scenario(scenario, env)
@@ -266,6 +257,15 @@ def spec_of() -> BufferSpec:
     return buffer_spec(HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS)
 
 
+@contextmanager
+def opened(kind: type[BufferT], group: EPGroup, **changes: Any) -> Iterator[BufferT]:  # noqa: ANN401
+    """Yield a buffer of spec_of() with changes, and close it."""
+    buffer = kind(group.calls, replace(spec_of(), **changes))
+    buffer.prepare()
+    yield buffer
+    buffer.close()
+
+
 def call_of(
     number: int, rank: int, world_size: int, device: torch.device | None = None
 ) -> DispatchCall:
@@ -373,11 +373,8 @@ def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) ->
     ],
 )
 def test_slots_are_used_again_and_again(kind: type[NVLinkLowLatencyBuffer]) -> None:
-    with EPGroup() as group:
-        buffer = kind(group.calls, spec_of())
-        buffer.prepare()
+    with EPGroup() as group, opened(kind, group) as buffer:
         run_rounds(buffer, range(6), group)
-        buffer.close()
 
 
 def start_at(buffer: NVLinkLowLatencyBuffer, epoch: int) -> None:
@@ -396,13 +393,10 @@ def start_at(buffer: NVLinkLowLatencyBuffer, epoch: int) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("epoch", [2**31 - 3, pytest.param(2**32 - 3, marks=pytest.mark.slow)])
 def test_epochs_may_wrap(epoch: int) -> None:
-    with EPGroup() as group:
+    with EPGroup() as group, opened(MixedSingleBuffer, group) as buffer:
         # Batches in lines, then in bulk, with memory that was not used before.
-        buffer = MixedSingleBuffer(group.calls, spec_of())
-        buffer.prepare()
         start_at(buffer, epoch)
         run_rounds(buffer, range(5), group)
-        buffer.close()
 
 
 @pytest.mark.ranks(2)
@@ -412,9 +406,7 @@ def test_epochs_may_wrap(epoch: int) -> None:
 def test_a_batch_is_combined_until_its_memory_is_used_again(
     kind: type[NVLinkLowLatencyBuffer],
 ) -> None:
-    with EPGroup() as group:
-        buffer = kind(group.calls, spec_of())
-        buffer.prepare()
+    with EPGroup() as group, opened(kind, group) as buffer:
         rank, world_size = group.rank, group.world_size
         call = call_of(2, rank, world_size, group.device)
         out = buffer.dispatch(call)
@@ -451,26 +443,20 @@ def test_a_batch_is_combined_until_its_memory_is_used_again(
         with pytest.raises(HandleError, match="1 may be in flight"):
             buffer.combine(results, out.exchange_plan, rows_per=RowsPer.SLOT)
         buffer.check()
-        buffer.close()
 
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_rounds_that_load_all_kernels_leave_the_buffer_as_it_was() -> None:
-    with EPGroup() as group:
-        buffer = SingleReceiveBuffer(group.calls, spec_of())
-        buffer.prepare()
+    with EPGroup() as group, opened(SingleReceiveBuffer, group) as buffer:
         # Warm up as prepare() does on a GPU: in bulk, then in lines.
         buffer._warm_up()
         run_rounds(buffer, range(3), group)
-        buffer.close()
 
 
 @pytest.mark.ranks(2)
 def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
-    with EPGroup() as group:
-        buffer = ImpatientBuffer(group.calls, spec_of())
-        buffer.prepare()
+    with EPGroup() as group, opened(ImpatientBuffer, group) as buffer:
         call = call_of(1, group.rank, group.world_size, group.device)
         sent = buffer.dispatch_async(call) if group.rank == 0 else None
         if sent is not None:
@@ -499,23 +485,18 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
         with pytest.raises(EPTimeout):
             buffer.dispatch(call)
         buffer.close()
-        again = NVLinkLowLatencyBuffer(group.calls, spec_of())
-        again.prepare()
-        run_rounds(again, range(1), group)
-        again.close()
+        with opened(NVLinkLowLatencyBuffer, group) as again:
+            run_rounds(again, range(1), group)
 
 
 @pytest.mark.ranks(2)
 def test_nobody_lets_go_of_memory_before_all_have_come() -> None:
-    with EPGroup() as group:
-        buffer = NVLinkLowLatencyBuffer(group.calls, spec_of())
-        buffer.prepare()
+    with EPGroup() as group, opened(NVLinkLowLatencyBuffer, group) as buffer:
         begin = time.monotonic()
         if group.rank == 1:
             time.sleep(0.5)
         buffer.close()
         assert time.monotonic() - begin >= 0.4
-        buffer.close()
 
 
 @pytest.mark.ranks(2)
@@ -564,9 +545,7 @@ def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group:
 @pytest.mark.parametrize("sums", [None, *SUM_FORMATS], ids=str)
 def test_living_ranks_go_on_without_a_dead_one(num_ranks: int, sums: WireFormat | None) -> None:
     dead = 1
-    with EPGroup() as group:
-        buffer = HastyBuffer(group.calls, replace(spec_of(), combine_format=sums))
-        buffer.prepare()
+    with EPGroup() as group, opened(HastyBuffer, group, combine_format=sums) as buffer:
         # All ranks take part in this batch, which leaves rows and words of the dead rank in memory.
         run_rounds(buffer, range(1), group)
         is_dead = group.rank == dead
@@ -596,14 +575,11 @@ def test_living_ranks_go_on_without_a_dead_one(num_ranks: int, sums: WireFormat 
                 buffer.check()
         else:
             run_without(buffer, dead, range(5, 6), group)
-        buffer.close()
 
 
 @pytest.mark.ranks(2)
 def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> None:
-    with EPGroup() as group:
-        buffer = NVLinkLowLatencyBuffer(group.calls, spec_of())
-        buffer.prepare()
+    with EPGroup() as group, opened(NVLinkLowLatencyBuffer, group) as buffer:
         calls = [call_of(number, group.rank, group.world_size, group.device) for number in BUSY]
         homes = []
         for call in calls:
@@ -622,7 +598,6 @@ def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> No
             wanted = expected_sums(call, group.world_size)
             assert wanted.any()
             assert torch.equal(home.wait(), wanted)
-        buffer.close()
 
 
 @pytest.mark.ranks(2)

@@ -6,7 +6,7 @@ On GPUs a graph is one of CUDA. An interpreter has none, so kernels are recorded
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar, cast
@@ -33,7 +33,7 @@ from tests.buffers.nvlink.test_low_latency import (
     call_of,
     expected_sums,
     factor_of,
-    spec_of,
+    opened,
 )
 
 AnyBuffer = NVLinkLowLatencyBuffer | NVLinkMaskedBuffer
@@ -159,10 +159,8 @@ def check_refused(run: Run, y: Tensor) -> None:
 def test_a_batch_whose_memory_a_replay_has_taken_is_not_combined(
     kind: type[AnyBuffer], returns_slots: bool
 ) -> None:
-    with EPGroup() as group:
+    with EPGroup() as group, opened(kind, group, returns_slots=returns_slots) as buffer:
         rank, world_size, device = group.rank, group.world_size, group.device
-        buffer = kind(group.calls, replace(spec_of(), returns_slots=returns_slots))
-        buffer.prepare()
         num_slots = NUM_LOCAL * buffer._layout.num_rows
         run = Run(
             buffer=buffer,
@@ -217,4 +215,3 @@ def test_a_batch_whose_memory_a_replay_has_taken_is_not_combined(
         replay()
         assert torch.equal(y, captured_wanted)
         buffer.check()
-        buffer.close()

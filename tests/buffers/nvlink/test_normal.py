@@ -47,6 +47,7 @@ from tests.buffers.nvlink.test_low_latency import (
     compute,
     expected_sums,
     factor_of,
+    opened,
     spec_of,
 )
 
@@ -185,18 +186,13 @@ def run_rounds(buffer: Buffer, rounds: range, group: EPGroup) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [SingleReceiveBuffer, SingleReceiveBufferStatic])
 def test_slots_are_used_again_and_again(kind: type[Buffer]) -> None:
-    with EPGroup() as group:
-        buffer = kind(group.calls, spec_of())
-        buffer.prepare()
+    with EPGroup() as group, opened(kind, group) as buffer:
         run_rounds(buffer, range(6), group)
-        buffer.close()
 
 
 @pytest.mark.ranks(2)
 def test_rows_that_a_replay_has_overwritten_are_not_combined() -> None:
-    with EPGroup() as group:
-        buffer = SingleReceiveBufferStatic(group.calls, spec_of())
-        buffer.prepare()
+    with EPGroup() as group, opened(SingleReceiveBufferStatic, group) as buffer:
         call = call_of(2, group.rank, group.world_size, group.device)
         out = buffer.dispatch(call)
         results = compute(out, group.rank)
@@ -209,16 +205,13 @@ def test_rows_that_a_replay_has_overwritten_are_not_combined() -> None:
         with pytest.raises(HandleError, match="on ranks 0, 1"):
             buffer.check()
         run_rounds(buffer, range(2, 3), group)
-        buffer.close()
 
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3])
 def test_epochs_may_wrap(epoch: int) -> None:
-    with EPGroup() as group:
-        buffer = SingleReceiveBuffer(group.calls, spec_of())
-        buffer.prepare()
+    with EPGroup() as group, opened(SingleReceiveBuffer, group) as buffer:
         exchange, layout = buffer._exchange, buffer._layout
         words = buffer._block.view(torch.int32)
         # The state is as after earlier epochs, in which no item of sums was signalled.
@@ -234,17 +227,13 @@ def test_epochs_may_wrap(epoch: int) -> None:
         exchange.state[:2] = (epoch - 1 + 2**31) % 2**32 - 2**31
         buffer._host_barrier()
         run_rounds(buffer, range(6), group)
-        buffer.close()
 
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_memory_grows_with_the_tokens_and_routes_outlive_it() -> None:
     world_tokens = 300
-    with EPGroup() as group:
-        spec = replace(spec_of(), max_tokens_per_rank=None)
-        buffer = NVLinkBuffer(group.calls, spec)
-        buffer.prepare()
+    with EPGroup() as group, opened(NVLinkBuffer, group, max_tokens_per_rank=None) as buffer:
         call = call_of(2, group.rank, group.world_size, group.device)
         early = buffer.dispatch(call)
         results = compute(early, group.rank)
@@ -268,14 +257,11 @@ def test_memory_grows_with_the_tokens_and_routes_outlive_it() -> None:
         assert early.index.row_of_slot is not None
         rows = early.index.row_of_slot.long()
         assert torch.equal(again[rows], early.rows.data[rows])
-        buffer.close()
 
 
 @pytest.mark.ranks(2)
 def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
-    with EPGroup() as group:
-        buffer = ImpatientBuffer(group.calls, spec_of())
-        buffer.prepare()
+    with EPGroup() as group, opened(ImpatientBuffer, group) as buffer:
         call = call_of(2, group.rank, group.world_size, group.device)
         if group.rank == 0:
             with pytest.raises(EPTimeout, match="rank 1 did not arrive in the beginning of disp"):
@@ -286,17 +272,13 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
                 buffer.dispatch(call)
         buffer.close()
         # The process and the group continue.
-        again = NVLinkBuffer(group.calls, spec_of())
-        again.prepare()
-        run_rounds(again, range(1, 2), group)
-        again.close()
+        with opened(NVLinkBuffer, group) as again:
+            run_rounds(again, range(1, 2), group)
 
 
 @pytest.mark.ranks(2)
 def test_rank_that_misses_a_combine_is_named() -> None:
-    with EPGroup() as group:
-        buffer = ImpatientBuffer(group.calls, spec_of())
-        buffer.prepare()
+    with EPGroup() as group, opened(ImpatientBuffer, group) as buffer:
         impatient = buffer._exchange
         # On CPUs the first kernel may be compiled for longer than a rank waits.
         buffer._exchange = replace(impatient, peers=replace(impatient.peers, max_polls=100_000))
@@ -310,7 +292,6 @@ def test_rank_that_misses_a_combine_is_named() -> None:
             assert y.numel() > 0
             assert y.isnan().all()
         group.calls.gather_records({}, phase="rank 0 gave up")
-        buffer.close()
 
 
 class HastyBuffer(NVLinkBuffer):
@@ -398,10 +379,10 @@ def test_living_ranks_go_on_without_one_that_missed_a_call(
     num_ranks: int, missed: str, wire: WireFormat | None
 ) -> None:
     kind, flags = (HastyBuffer, TRAINS) if missed == "dispatch" else (HastyStaticBuffer, NONE)
-    with EPGroup() as group:
-        spec = replace(spec_of(), combine_format=wire, backward_format=wire)
-        buffer = kind(group.calls, spec)
-        buffer.prepare()
+    with (
+        EPGroup() as group,
+        opened(kind, group, combine_format=wire, backward_format=wire) as buffer,
+    ):
         call = call_of(2, group.rank, num_ranks, group.device)
         # All ranks take part in this batch, whose exchange plan names the dead rank.
         early = buffer.dispatch(replace(call, flags=flags))
@@ -454,7 +435,6 @@ def test_living_ranks_go_on_without_one_that_missed_a_call(
         group.calls.gather_records({}, phase="the dead has heard of it")
         if group.rank != DEAD:
             assert torch.equal(rows_of_the_dead(buffer), left)
-        buffer.close()
 
 
 def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:

@@ -117,8 +117,8 @@ class Dispatcher(Generic[DispatchT, CombineT]):
     def is_asynchronous(self) -> bool:
         """Return whether dispatch_async() and combine_async() begin the whole transfer.
 
-        True over gloo, NCCL, NVLink in normal mode, and over MPI with MPI_THREAD_MULTIPLE; not for
-        kernels of vendors, nor while a TorchDispatchMode must see the operators.
+        True over gloo, NCCL, MPI with MPI_THREAD_MULTIPLE, and for nvlink and deep_ep on GPUs
+        where they have no receive hook; not while a TorchDispatchMode must see the operators.
         """
         has_thread = self._calls.transfers is not None and self._buffer.begins_calls
         return has_thread and not is_watched()

@@ -44,6 +44,11 @@ class Order(StreamOrder):
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    return imitate_streams(monkeypatch)
+
+
+def imitate_streams(monkeypatch: pytest.MonkeyPatch) -> Log:
+    """Imitate streams and events of CUDA; return the log of what they are given."""
     log = Log()
 
     class Event:

@@ -52,7 +52,9 @@ BATCH = BatchSpec(
 class Rank:
     """A layer of one rank over `backend`, and its batch."""
 
-    def __init__(self, group: EPGroup, backend: str) -> None:
+    def __init__(
+        self, group: EPGroup, backend: str, spec: BatchSpec = BATCH, **changes: int
+    ) -> None:
         config = EPConfig(
             backend=backend,
             mode="normal",
@@ -61,11 +63,11 @@ class Rank:
             # Over NCCL, ranks learn of a refused combine only so.
             check_calls=os.environ.get(BACKEND_ENV) == "nccl",
         )
-        weights = make_weights(BATCH, group.world_size)
-        self.group = group
-        layer = ExpertParallelExperts(weights, group, config, top_k=BATCH.top_k)
+        weights = make_weights(spec, group.world_size)
+        self.group, config = group, replace(config, **changes)
+        layer = ExpertParallelExperts(weights, group, config, top_k=spec.top_k)
         self.layer = layer.to(group.device)
-        self.batch = make_batch(BATCH, group.rank, group.world_size).to(group.device)
+        self.batch = make_batch(spec, group.rank, group.world_size).to(group.device)
         found = self.layer.phases.prefill
         assert isinstance(found, DeepEPNormalDispatcher), "the mode is normal"
         self.dispatcher = found

@@ -4,6 +4,14 @@ A token goes once to each rank that needs it. Dispatch returns rows with the ids
 the expert-major index is built here. Combine sums rows without weights, which the runner applies,
 or the reduction of slots to rows. Backward goes along the handle. With max_recv_slots the host
 reads nothing: dispatch returns W * M rows, and ids of rows that no rank sent are -1.
+
+deep_ep runs its kernels on a stream that waits for the current one, and without async_finish the
+current one waits for them. So a begun call needs no event of deep_ep: it calls deep_ep on the side
+stream (epcomm/calls/side_stream.py), in begin(). A dispatch with exact sizes pauses first, because
+in it deep_ep waits on the host for counts, and so for all that the side stream holds. In begin()
+the caller could not launch a product in the meantime, and a chunk would wait for the experts of the
+chunk before. The next begin() or wait() calls deep_ep: rows are sent beside the products that the
+caller has launched since.
 """
 
 from abc import abstractmethod
@@ -45,7 +53,7 @@ from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.deep_ep_package import WIRE_DTYPES, device_types, load_deep_ep, probe_deep_ep
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex, Steps, to_the_end
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer
 
@@ -172,16 +180,24 @@ class DeepEPBuffer(VendorCalls, Buffer, Generic[HandleT]):
 
     def prepare(self) -> None:
         self._buffer = self._open(load_deep_ep(self.kinds))
+        # Packages for CPU ranks send over the process group, which the caller uses too.
+        self.begins_calls = self._device.type == "cuda"
         self._num_rows = (self._spec.max_tokens_per_rank or 0) * self._world_size
         if self.is_static:
             self._max_slots = self._spec.max_recv_slots or max_slots_of(self._spec, self._num_rows)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
+        return to_the_end(self.dispatch_steps(call))
+
+    def dispatch_steps(self, call: DispatchCall) -> Steps[Dispatched]:
         self._check_open()
+        rows = as_argument(wire_tensor_of(call, self._spec.dispatch_format))
         if self.is_static:
-            return self._dispatch_static(call)
+            return self._dispatch_static(call, rows)
+        # The package waits for counts on the host, and so do ranks that compare their calls.
+        yield
         ids, flags = self._guard(call)
-        received = self._exchange(call, ids)
+        received = self._send(rows, ids, weights_argument(call.topk_weights))
         self._raise_own(call)
         index = build_slot_index(
             received.local_ids,
@@ -191,9 +207,9 @@ class DeepEPBuffer(VendorCalls, Buffer, Generic[HandleT]):
         )
         return self._dispatched(ids, received, index, flags, has_failed=None)
 
-    def _dispatch_static(self, call: DispatchCall) -> Dispatched:
+    def _dispatch_static(self, call: DispatchCall, rows: Rows) -> Dispatched:
         ids, fault = self._guard_on_device(call)
-        received = self._exchange(call, ids)
+        received = self._send(rows, ids, weights_argument(call.topk_weights))
         num_local, alignment = self._spec.num_local_experts, self._spec.expert_alignment
         required = aligned_counts(count_experts(received.local_ids, num_local), alignment).sum()
         has_failed = self._record(call, fault, required)
@@ -201,10 +217,6 @@ class DeepEPBuffer(VendorCalls, Buffer, Generic[HandleT]):
         counts = count_experts(local_ids, num_local)
         index = build_slot_index(local_ids, counts, self._max_slots, expert_alignment=alignment)
         return self._dispatched(ids, received, index, assume_all_need_grad(call.flags), has_failed)
-
-    def _exchange(self, call: DispatchCall, ids: Tensor) -> ReceivedBatch:
-        rows = as_argument(wire_tensor_of(call, self._spec.dispatch_format))
-        return self._send(rows, ids, weights_argument(call.topk_weights))
 
     def _dispatched(
         self,

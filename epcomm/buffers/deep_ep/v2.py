@@ -18,7 +18,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import Dispatched
 from epcomm.buffers.deep_ep.normal import DeepEPBuffer, ReceivedBatch
-from epcomm.buffers.deep_ep.rows import ElasticHandle, Rows, row_bytes_of
+from epcomm.buffers.deep_ep.rows import ElasticHandle, Rows, row_bytes_of, weights_argument
 from epcomm.buffers.sizes import Region, max_slots_of
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.faults import assume_all_need_grad
@@ -173,11 +173,10 @@ class DeepEPV2LowLatencyBuffer(DeepEPV2StaticBuffer):
             Region(name="expert results", max_bytes=num_slots * row.combine),
         )
 
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        self._check_open()
+    def _dispatch_static(self, call: DispatchCall, rows: Rows) -> Dispatched:
         ids, fault = self._guard_on_device(call)
         has_failed = self._record(call, fault)
-        received = self._exchange(call, ids)
+        received = self._send(rows, ids, weights_argument(call.topk_weights))
         alignment = self._spec.expert_alignment
         # The real rows of each expert end here, and those of the next begin at the next multiple.
         ends = received.handle.psum_num_recv_tokens_per_expert

@@ -3,6 +3,8 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,16 +22,20 @@ from epcomm import (
     HandleError,
     MaskedDispatchOutput,
     MoESpec,
+    ShapeError,
     TopKOutput,
     WireDtype,
     interleave,
 )
+from epcomm.calls.side_stream import StreamTransfers
 from epcomm.integrations.deep_ep.checks import Absent
 from epcomm.testing.buffer_suite import BATCH_SPECS, check_batch
 from fakes.deep_ep import install
 from fakes.deep_ep.strict_v1 import buffer as strict_buffer
 from fakes.deep_ep.strict_v1.buffer import Buffer as StandIn
 from tests.buffers.deep_ep.test_deep_ep import CASES, buffer_env
+from tests.calls.test_side_stream import Log, Order, imitate_streams
+from tests.dispatchers.test_transfers import BATCH, Beside, Rank, gradients
 
 NUM_RANKS = 2
 pytestmark = pytest.mark.ranks(NUM_RANKS)
@@ -48,20 +54,13 @@ def poison_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 def receipts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Log what the imitation receives, in order: `dispatch` or `combine` and its number."""
     log: list[str] = []
-    numbers = {"dispatch": 0, "combine": 0}
-    for name in numbers:
-        original = getattr(StandIn, f"low_latency_{name}")
 
-        def call(
-            self: StandIn,
-            *args: object,
-            original: Callable[..., Any] = original,
-            name: str = name,
-            **options: object,
-        ) -> tuple[Any, ...]:
-            *results, hook = original(self, *args, **options)
-            numbers[name] += 1
-            text = f"{name} {numbers[name]}"
+    def logged(name: str) -> Callable[..., tuple[Any, ...]]:
+        original, numbers = getattr(StandIn, f"low_latency_{name}"), count(1)
+
+        def call(*args: object, **options: object) -> tuple[Any, ...]:
+            *results, hook = original(*args, **options)
+            text = f"{name} {next(numbers)}"
 
             def receive() -> None:
                 hook()
@@ -69,7 +68,10 @@ def receipts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
             return (*results, receive)
 
-        monkeypatch.setattr(StandIn, f"low_latency_{name}", call)
+        return call
+
+    for name in ("dispatch", "combine"):
+        monkeypatch.setattr(StandIn, f"low_latency_{name}", logged(name))
     return log
 
 
@@ -234,32 +236,28 @@ def recorded_signature(package: str, method: str) -> inspect.Signature:
 
 
 def record_calls(
-    package: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, int]:
-    """Count the calls of every public method, and bind each to the recorded signature."""
+    package: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch, note: Callable[[str], None]
+) -> None:
+    """Note the calls of every public method, and bind each to the recorded signature."""
     kind = module.Buffer if package == "v1" else module.ElasticBuffer
-    counts: dict[str, int] = {}
+
+    def noted(method: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = recorded_signature(package, method)
+
+        def call(*args: object, **options: object) -> Any:  # noqa: ANN401
+            signature.bind(*args, **options)
+            note(method)
+            return function(*args, **options)
+
+        return call
+
     contract = json.loads((CONTRACTS / f"deep_ep_{package}_signatures.json").read_text("utf-8"))
     for method, described in contract["methods"].items():
         found = inspect.getattr_static(kind, method, None)
         if found is None or isinstance(found, Absent):
             continue
-        function: Callable[..., Any] = found.__func__ if described["static"] else found
-        signature = recorded_signature(package, method)
-
-        def call(
-            *args: object,
-            function: Callable[..., Any] = function,
-            signature: inspect.Signature = signature,
-            method: str = method,
-            **options: object,
-        ) -> Any:  # noqa: ANN401
-            signature.bind(*args, **options)
-            counts[method] = counts.get(method, 0) + 1
-            return function(*args, **options)
-
+        call = noted(method, found.__func__ if described["static"] else found)
         monkeypatch.setattr(kind, method, staticmethod(call) if described["static"] else call)
-    return counts
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp8_powers_of_two"])
@@ -267,12 +265,82 @@ def record_calls(
 def test_every_call_binds_to_the_recorded_signature(
     backend: str, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = CASES[backend].package
+    package, called = CASES[backend].package, list[str]()
     with install(package) as module, monkeypatch.context() as patch:
-        counts = record_calls(package, module, patch)
+        record_calls(package, module, patch, called.append)
         with EPGroup() as group:
             check_batch(buffer_env(backend, group, wire), BATCH_SPECS["uneven"])
-        is_low_latency = backend == "DeepEPV1LowLatencyBuffer"
-        for collective in ("dispatch", "combine"):
-            assert counts[f"low_latency_{collective}" if is_low_latency else collective] >= 1
-        assert counts["__init__"] == counts["destroy"] == 1
+        prefix = "low_latency_" if backend == "DeepEPV1LowLatencyBuffer" else ""
+        assert {f"{prefix}dispatch", f"{prefix}combine"} <= set(called)
+        assert called.count("__init__") == called.count("destroy") == 1
+
+
+@contextmanager
+def begun(package: str, log: Log, patch: pytest.MonkeyPatch, **changes: int) -> Iterator[Rank]:
+    """Yield a rank that begins calls as on a GPU, with imitations of streams."""
+    with install(package) as module, EPGroup() as group:
+        record_calls(package, module, patch, log.add)
+        group.calls.transfers = StreamTransfers(group.where, group.device, Order(log))
+        spec = replace(BATCH, hidden_size=256, dtype=torch.bfloat16)
+        rank = Rank(group, f"deep_ep_{package}", spec, **changes)
+        assert not rank.dispatcher.is_asynchronous
+        plan = rank.dispatcher.plan
+        buffer = group.open_buffer(plan.buffer, plan.buffer_spec)
+        patch.setattr(buffer, "_device", torch.device("cuda"))
+        buffer.prepare()
+        yield rank
+
+
+def launched(log: Log) -> list[str]:
+    """Return and clear the transfers and products, by stream."""
+    names = (": dispatch", ": combine", ": product")
+    found, log.lines[:] = [line for line in log.lines if line.endswith(names)], []
+    return found
+
+
+@pytest.mark.parametrize("package", ["v1", "v2"])
+@pytest.mark.parametrize("changes", [{}, {"max_recv_slots": 256}], ids=["exact", "static"])
+def test_begun_calls_run_on_the_side_stream_beside_products(
+    package: str, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = imitate_streams(monkeypatch)
+    product, leaf = partial(log.add, "product"), torch.ones(1, requires_grad=True)
+    expected = ["side: dispatch", "caller: product", "side: combine", "caller: product"]
+    with begun(package, log, monkeypatch, **changes) as rank:
+
+        def run(x: Tensor, topk: TopKOutput) -> Tensor:
+            rows = rank.dispatcher.dispatch_async(x, topk, experts_need_grad=True)
+            beside = Beside.apply(leaf, product)
+            product()
+            sums = rank.dispatcher.combine_async(rank.results(rows.wait()))
+            beside = beside + Beside.apply(leaf, product)
+            product()
+            y = sums.wait()
+            # With exact sizes deep_ep makes the host wait, so the product is launched first.
+            assert launched(log) == (expected if changes else [*expected[1::-1], *expected[2:]])
+            return y + 0 * beside
+
+        found = gradients(rank, rank.batch, run)
+        assert launched(log) == expected
+        assert all(map(torch.equal, found, gradients(rank, rank.batch, rank.layer)))
+
+
+@pytest.mark.parametrize("package", ["v1", "v2"])
+def test_errors_of_begun_calls_are_raised_on_all_ranks(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = imitate_streams(monkeypatch)
+    with begun(package, log, monkeypatch, check_calls=True) as rank, torch.no_grad():
+        x, topk = rank.batch.x, rank.batch.topk
+        wrong = replace(topk, topk_ids=topk.topk_ids + 99 * rank.group.rank)
+        pending = rank.dispatcher.dispatch_async(x, wrong)
+        with pytest.raises(ShapeError, match="rank 1"):
+            pending.wait()
+        rank.check_usable()
+        pending = rank.dispatcher.dispatch_async(x, topk)
+        if rank.group.rank == 0:
+            pending.wait()
+        del pending
+        with pytest.raises(HandleError, match="begun and never waited for"):
+            rank.dispatcher.dispatch_async(x, topk).wait()
+        rank.check_usable()

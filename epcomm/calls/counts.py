@@ -144,7 +144,9 @@ def exchange_counts(
     start_read: Callable[[Tensor], Callable[[], list]] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Steps[Counts]:
-    """Exchange headers with row and slot counts: the only host sync of a dispatch, after a pause.
+    """Exchange headers with row and slot counts: the only host sync of a dispatch.
+
+    It comes after a pause, unless the host has waited in the exchange already.
 
     Args:
         calls: the calls of the group.
@@ -172,7 +174,8 @@ def exchange_counts(
     read = both.tolist if start_read is None else start_read(both)
     if meanwhile is not None:
         meanwhile()
-    yield
+    if not calls.waits:
+        yield
     sent_words, received_words = read()
     calls.compare(received_words, received, call.error)
     slots = received[:, HEADER_WORDS:end]

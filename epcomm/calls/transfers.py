@@ -34,6 +34,7 @@ class Transfers(ABC, Generic[CallT]):
     """The begun calls of one rank in a group.
 
     last: the last call that was begun, until it has been waited for; or None.
+    unfinished: the error of a call whose Pending was dropped, until the next call reports it.
     are_free: transfers do not slow down computation beside them.
     """
 
@@ -50,8 +51,7 @@ class Transfers(ABC, Generic[CallT]):
         # dropped.
         self._begun: dict[int, tuple[str, CallT]] = {}
         self._numbers = itertools.count()
-        # The error of a call whose Pending was dropped, until the next call reports it.
-        self._unfinished: HandleError | None = None
+        self.unfinished: HandleError | None = None
 
     def begin(
         self, make: Callable[[], Steps[T]], name: str, *, must_wait: bool = True
@@ -102,7 +102,7 @@ class Transfers(ABC, Generic[CallT]):
         """
         for number in tuple(self._begun) if is_last else ():
             self._drop(number)
-        error, self._unfinished = self._unfinished, None
+        error, self.unfinished = self.unfinished, None
         return error
 
     def _take(self, call: CallT, number: int, name: str) -> Any:  # noqa: ANN401
@@ -118,13 +118,13 @@ class Transfers(ABC, Generic[CallT]):
         name, call = self._begun.pop(number, ("", None))
         if call is not None:
             self._forget(call)
-        if not name or self._unfinished is not None:
+        if not name or self.unfinished is not None:
             return
-        self._unfinished = HandleError(
+        self.unfinished = HandleError(
             f"{name}: the call was begun and never waited for ({self._where}); call wait() of "
             "every Pending"
         )
-        self._unfinished.fault_word = int(FaultCode.UNFINISHED)
+        self.unfinished.fault_word = int(FaultCode.UNFINISHED)
 
 
 class ThreadTransfers(Transfers[Future[Any]]):

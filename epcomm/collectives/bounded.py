@@ -166,7 +166,8 @@ class BoundedWait:
         Raises:
             EPTimeout: an earlier exchange failed.
         """
-        self.check()
+        if self._failure is not None:
+            self.check()
         if self._num_exchanges == 1:
             self._failure_board.read()
         self._num_exchanges += 1

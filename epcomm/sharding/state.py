@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from epcomm.errors import ConfigError, ShapeError
@@ -121,12 +122,14 @@ class CodesOfCheckpoint(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        own = args[0] if args and isinstance(args[0], cls) else None
-        if own is not None and func is Tensor.copy_:
+        own = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        if func is Tensor.copy_ and own is args[0]:
             _check_codes(args[1], own, own.what, own.position)
         made = super().__torch_function__(func, types, args, kwargs or {})
-        if own is not None and isinstance(made, cls):
-            made.what, made.position = own.what, own.position
+        # split() returns several, and cat() takes several.
+        for each in tree_leaves(made):
+            if isinstance(each, cls):
+                each.what, each.position = own.what, own.position
         return made
 
     def __reduce_ex__(self, protocol: object) -> object:  # type: ignore[override]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from epcomm import EPConfig, EPGroup, ShapeError
+from epcomm import ConfigError, EPConfig, EPGroup, ShapeError
 from epcomm.sharding.expert_tensor import ExpertTensor
 from epcomm.sharding.shards import sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
@@ -219,6 +220,11 @@ def test_bytes_of_a_checkpoint_are_not_loaded_as_numbers(is_placed: bool, group:
         with pytest.raises(CheckpointException, match=message):
             load({name: state[name]}, checkpoint_id=folder)
         load(as_bytes, checkpoint_id=folder)
+    chunk = state[name].__create_chunk_list__()[0]
+    part = state[name].__get_tensor_shard__(MetadataIndex(name, chunk.offsets))
+    for made in (*part.split(1), torch.cat([part])):
+        with pytest.raises(ConfigError, match=message):
+            made.copy_(part.view(torch.uint8))
     assert torch.equal(gather_state_dict(model, group)[name], weights.down_scale)
 
 

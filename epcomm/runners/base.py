@@ -53,7 +53,7 @@ class BatchInvariance:
     rests_on: str = ""
 
     @classmethod
-    def of_cpu(cls, treats_rows_alike: bool) -> BatchInvariance:
+    def of_cpu(cls, machine: Machine, treats_rows_alike: bool) -> BatchInvariance:
         """Return whether rows depend on others in products of fixed shapes, in this process.
 
         treats_rows_alike: whether equal rows have had equal results at all positions of a product.
@@ -68,15 +68,23 @@ class BatchInvariance:
                     "threads (torch.set_num_threads())",
                 )
             )
-        return cls(rests_on=f"torch {torch.__version__}, {instructions}, {threads} threads")
+        cpu = f"{instructions}, {threads} threads"
+        if machine.find_version("torch") is None:
+            # An assumed machine.
+            cpu = "the instructions and the number of threads"
+        return cls(rests_on=f"{_version(machine, 'torch')}, {cpu}")
 
     @classmethod
     def of_gpu(cls, machine: Machine, device: torch.device, compiler: str) -> BatchInvariance:
         """Return that rows do not depend on others, in kernels of a compiler on a GPU."""
+        versions = f"{_version(machine, 'torch')}, {_version(machine, compiler)}"
         major, minor = machine.capability(device)
-        return cls(
-            rests_on=f"torch {torch.__version__}, {compiler}, compute capability {major}.{minor}"
-        )
+        return cls(rests_on=f"{versions}, compute capability {major}.{minor}")
+
+
+def _version(machine: Machine, name: str) -> str:
+    version = machine.find_version(name)
+    return f"the version of {name}" if version is None else f"{name} {version}"
 
 
 class ExpertRunner(ABC):

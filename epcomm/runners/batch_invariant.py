@@ -75,10 +75,9 @@ class BatchInvariantRunner(ExpertRunner):
     def batch_invariance(cls, weights: ExpertTensors, machine: Machine) -> BatchInvariance:
         device = machine.device_of(weights.gate_up_proj)
         if device.type not in _CPUS:
-            triton = f"triton {machine.find_version('triton')}"
-            return BatchInvariance.of_gpu(machine, device, triton)
+            return BatchInvariance.of_gpu(machine, device, "triton")
         sizes = _blocks_for(weights)
-        found = BatchInvariance.of_cpu(bool(sizes))
+        found = BatchInvariance.of_cpu(machine, bool(sizes))
         if sizes in ((), BLOCK_SIZES):
             return found
         return replace(found, rests_on=f"{found.rests_on}, blocks of {sizes[0]} rows")

@@ -70,7 +70,7 @@ class Mxfp8TritonRunner(Fp8TritonRunner):
     def batch_invariance(cls, weights: ExpertTensors, machine: Machine) -> BatchInvariance:
         # Tiles of 32 and of 128 rows add up the inner dimension in one order.
         device = machine.device_of(weights.gate_up_proj)
-        return BatchInvariance.of_gpu(machine, device, f"triton {machine.find_version('triton')}")
+        return BatchInvariance.of_gpu(machine, device, "triton")
 
     @cached_property
     def _products(self) -> tuple[Multiply, Multiply]:

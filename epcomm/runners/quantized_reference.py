@@ -92,9 +92,8 @@ class QuantizedBlocksRunner(QuantizedReferenceRunner):
     def batch_invariance(cls, weights: ExpertTensors, machine: Machine) -> BatchInvariance:
         assert isinstance(weights, QuantizedWeights), "supports() said so"
         sizes, threads = (weights.hidden_size, weights.intermediate_size), torch.get_num_threads()
-        return BatchInvariance.of_cpu(
-            _treats_rows_alike(type(weights), *sizes, weights.format, threads)
-        )
+        is_alike = _treats_rows_alike(type(weights), *sizes, weights.format, threads)
+        return BatchInvariance.of_cpu(machine, is_alike)
 
 
 # Cached, because plans of many layers ask.

@@ -69,6 +69,9 @@ def test_it_chooses_as_there(
     assert chosen.assumed[0].startswith(place)
     assert chosen.explain().startswith(f"assumed: {chosen.assumed[0]}\nassumed: ")
     assert plan(CONFIG, SPEC, world_size=2).assumed == ()
+    config, there = replace(CONFIG, sum_groups=ranks), DEVICES[device]
+    found = plan(config, SPEC, world_size=ranks, weights=experts(), machine=there)
+    assert found.rests_on.startswith("the version of torch, the ")
 
 
 def test_runners_that_exceed_product_sms_are_refused() -> None:

@@ -16,6 +16,8 @@ from epcomm.collectives.bounded import DEFAULT_TIMEOUT_S, BoundedWait
 from epcomm.errors import BackendUnavailable, ConfigError, RankNames, ShapeError, grouped
 
 Scalar = str | int | float | bool | None
+# The rows to or from each rank, [W]; None: equal ones.
+Splits = Sequence[int] | None
 
 # Bytes in the first exchange of records, including their length: twice the longest records of this
 # package, those of a plan in mode auto. Longer records need a second exchange.
@@ -234,12 +236,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def _all_to_all(
-        self,
-        recv: Tensor,
-        send: Tensor,
-        recv_splits: Sequence[int] | None,
-        send_splits: Sequence[int] | None,
-        phase: str,
+        self, recv: Tensor, send: Tensor, recv_splits: Splits, send_splits: Splits, phase: str
     ) -> None:
         """Implement all_to_all() for tensors that were checked; phase: with the scope."""
 

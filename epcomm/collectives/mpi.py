@@ -23,7 +23,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from epcomm.collectives.base import Collectives
+from epcomm.collectives.base import Collectives, Splits
 from epcomm.collectives.bounded import BoundedWait, FailureBoard, Step
 from epcomm.errors import ConfigError, ShapeError, group_closed
 
@@ -114,12 +114,7 @@ class MpiCollectives(Collectives):
         return MpiCollectives(duplicate.Split(min(ranks), self.rank), whole=self)
 
     def _all_to_all(
-        self,
-        recv: Tensor,
-        send: Tensor,
-        recv_splits: Sequence[int] | None,
-        send_splits: Sequence[int] | None,
-        phase: str,
+        self, recv: Tensor, send: Tensor, recv_splits: Splits, send_splits: Splits, phase: str
     ) -> None:
         send_counts = self._counts(send_splits, send.shape[0])
         if sum(send_counts) != send.shape[0]:
@@ -156,7 +151,7 @@ class MpiCollectives(Collectives):
             self._duplicate = None
         self._in_use.release()
 
-    def _counts(self, splits: Sequence[int] | None, num_rows: int) -> list[int]:
+    def _counts(self, splits: Splits, num_rows: int) -> list[int]:
         if splits is None:
             splits = [num_rows // self.world_size] * self.world_size
         if len(splits) != self.world_size:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from epcomm.collectives.base import Collectives
+from epcomm.collectives.base import Collectives, Splits
 
 
 class StagedCollectives(Collectives):
@@ -50,12 +50,7 @@ class StagedCollectives(Collectives):
         return StagedCollectives(self._over._make_part(ranks), self.device)
 
     def _all_to_all(
-        self,
-        recv: Tensor,
-        send: Tensor,
-        recv_splits: Sequence[int] | None,
-        send_splits: Sequence[int] | None,
-        phase: str,
+        self, recv: Tensor, send: Tensor, recv_splits: Splits, send_splits: Splits, phase: str
     ) -> None:
         staged = torch.empty_like(recv, device=self._over.device)
         self._over._all_to_all(staged, send.to(staged.device), recv_splits, send_splits, phase)

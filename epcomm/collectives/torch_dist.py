@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import (
     AllToAllOptions,  # type: ignore[attr-defined]
 )
 
-from epcomm.collectives.base import Collectives, Scalar
+from epcomm.collectives.base import Collectives, Scalar, Splits
 from epcomm.collectives.bounded import SLICE_S, BoundedWait
 from epcomm.collectives.failure_board import StoreFailureBoard
 from epcomm.collectives.gloo_threads import settle_at_exit
@@ -140,12 +140,7 @@ class TorchDistCollectives(Collectives):
         return made
 
     def _all_to_all(
-        self,
-        recv: Tensor,
-        send: Tensor,
-        recv_splits: Sequence[int] | None,
-        send_splits: Sequence[int] | None,
-        phase: str,
+        self, recv: Tensor, send: Tensor, recv_splits: Splits, send_splits: Splits, phase: str
     ) -> None:
         recv, send = _as_bytes(recv), _as_bytes(send)
         # None and an empty list both mean equal splits.

@@ -8,7 +8,7 @@ refuses lists and operators that mix it with tensors. An ExpertTensor takes part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from inspect import BoundArguments, signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
 from epcomm.sharding import pieces, shards
+from epcomm.sharding.shards import Args, Kwargs
 from epcomm.sharding.state import checked_part, chunks_of, part_at, write_items
 
 if TYPE_CHECKING:
@@ -183,11 +184,7 @@ class ExpertTensor(shards.ShareTensor, DTensor):
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
-        cls,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs = None
     ) -> object:
         some = next((arg for arg in args if isinstance(arg, ExpertTensor)), None)
         name = getattr(func, "__name__", "")
@@ -233,11 +230,7 @@ class ExpertTensor(shards.ShareTensor, DTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: OpOverload,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs = None
     ) -> object:
         return _run(pieces.Operation(func, args, kwargs or {}))
 
@@ -246,11 +239,7 @@ class _CatchOperators(TorchDispatchMode):
     """A mode that runs operators on ExpertTensors where torch does not dispatch to their class."""
 
     def __torch_dispatch__(  # type: ignore[override]
-        self,
-        func: OpOverload,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs = None
     ) -> object:
         if any(isinstance(leaf, ExpertTensor) for leaf in tree_leaves((args, kwargs))):
             return _run(pieces.Operation(func, args, kwargs or {}))

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError, grouped
 from epcomm.sharding import shards
+from epcomm.sharding.shards import Args, Kwargs
 
 # Operators that draw a number for each element: in place, and into a new tensor.
 _IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_")
@@ -49,7 +50,7 @@ class Operation:
     """An operator that has an ExpertTensor among its arguments."""
 
     func: OpOverload
-    args: tuple[Any, ...]
+    args: Args
     kwargs: Mapping[str, Any]
 
     @property
@@ -159,11 +160,7 @@ class Announcing(TorchDispatchMode):
         self._announce: Callable[[], None] | None = lambda: announce(owner, func)
 
     def __torch_dispatch__(  # type: ignore[override]
-        self,
-        func: OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: OpOverload, types: tuple[type, ...], args: Args = (), kwargs: Kwargs = None
     ) -> object:
         if func.namespace in _COLLECTIVES and self._announce is not None:
             first, self._announce = self._announce, None

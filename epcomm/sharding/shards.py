@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, Self, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 else:
     # ExpertTensor adds the real base: importing DTensor takes seconds.
     DTensor = Tensor
+
+# The arguments by which torch hands a function or an operator to a class or mode.
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from epcomm.calls.counts import guard_ids
 from epcomm.calls.faults import DeviceFaults, pack_header
 from epcomm.calls.header import CHECK, FAULT, FLAGS, HEADER_WORDS, ROWS
 from epcomm.calls.order import Calls
-from epcomm.collectives.base import Collectives
+from epcomm.collectives.base import Collectives, Splits
 from epcomm.collectives.bounded import BoundedWait, FailureBoard
 from epcomm.errors import RankNames
 from epcomm.protocol import BatchFlags, FaultCode, pack_fault, unpack_status

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -20,7 +19,7 @@ from epcomm import (
     StandardDispatcher,
     TopKOutput,
 )
-from epcomm.collectives.base import Collectives
+from epcomm.collectives.base import Collectives, Splits
 from epcomm.collectives.bounded import BoundedWait
 
 SPEC = MoESpec(hidden_size=16, num_experts=2, top_k=2, dtype=torch.float32)

@@ -692,7 +692,6 @@ class PhaseDispatchers:
         return self.decode
 
     def any_of(self, *, decode: bool) -> AnyDispatcher:
-        """Return the dispatcher of a phase, or the prefill dispatcher if decode has none."""
         return self.decode or self.prefill if decode else self.prefill
 
     def check(self) -> None:

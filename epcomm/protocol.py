@@ -88,7 +88,6 @@ def fault_word_of_byte(byte: int, rank: int) -> int:
 
 
 def is_fault_byte(byte: int) -> bool:
-    """Return whether `byte` is a valid fault byte."""
     return 0 <= byte & ~_RELAYED < len(FaultCode)
 
 

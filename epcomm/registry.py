@@ -111,7 +111,6 @@ def fused_class(name: str) -> type[FusedBackend]:
 
 
 def backend_class(name: str) -> type[Backend]:
-    """Return the class of a buffer or fused operator by its class name."""
     return fused_class(name) if name in _FUSED_CLASSES else buffer_class(name)
 
 

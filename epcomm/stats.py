@@ -72,7 +72,6 @@ class LayerCounter:
     """Counts the forward passes of one layer on one rank."""
 
     def __init__(self, num_local_experts: int, device: torch.device) -> None:
-        """Start at zero, with L counts on `device`."""
         # Plain numbers: a new record in every call would take host time.
         self._num_calls = self._num_tokens = self._num_rows = 0
         self._num_slots = self._max_slots = 0

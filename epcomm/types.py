@@ -78,7 +78,6 @@ class WireDtype(StrEnum):
         scale_block: int | None = None,
         scale_dtype: torch.dtype | None = None,
     ) -> Self:
-        """Make the member `value`."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.torch_dtype, member.is_quantized = torch_dtype, scale_dtype is not None

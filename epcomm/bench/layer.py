@@ -289,14 +289,12 @@ class _Case:
         )
 
     def _num_slots(self, runner: str) -> int:
-        """Return a budget of slots for this batch, with the padding that a runner needs."""
         ids = torch.cat([each.topk_ids for each in self.batches])
         counts = count_experts(ids, self.options.experts).view(self.group.world_size, -1)
         aligned = aligned_counts(counts, runner_class(runner).expert_alignment)
         return math.ceil(_SPARE * int(aligned.sum(dim=1).max()))
 
     def make_experts(self) -> ExpertTensors:
-        """Make the experts of this rank, [L, ...]."""
         num_local = self.options.experts // self.group.world_size
         first = self.group.rank * num_local
         made = [self._expert(expert) for expert in range(first, first + num_local)]

@@ -138,7 +138,6 @@ class BenchOptions:
         )
 
     def make_batches(self, tokens: int, world_size: int, device: torch.device) -> list[RankBatch]:
-        """Make the batches of all ranks, on this rank's device."""
         spec = BatchSpec(
             hidden_size=self.hidden,
             num_local_experts=self.experts // world_size,

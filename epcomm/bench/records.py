@@ -43,7 +43,6 @@ class Timing:
 
     @property
     def whole(self) -> Percentiles:
-        """The times of a whole call: a pair, or a layer."""
         return self.us["layer" if self.weights else "pair"]
 
 

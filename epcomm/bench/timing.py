@@ -39,13 +39,11 @@ class Clock:
     """Marks moments of this rank's work on a device: by events of the current stream on CUDA."""
 
     def __init__(self, device: torch.device) -> None:
-        """Start without a mark."""
         self._is_cuda = device.type == "cuda"
         self._events: list[torch.cuda.Event] = []
         self._host_s: list[float] = []
 
     def mark(self) -> None:
-        """Mark the current time."""
         if self._is_cuda:
             self._events.append(torch.cuda.Event(enable_timing=True))
             self._events[-1].record()

@@ -162,5 +162,4 @@ def is_in_graph(what: Contender | PhasePlan, device: torch.device) -> bool:
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Return whether the device has graphs. Local."""
     return device.type == "cuda"

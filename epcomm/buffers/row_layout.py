@@ -16,7 +16,6 @@ class RowLayout:
     """
 
     def __init__(self, *, hidden_size: int, top_k: int, format: WireFormat, has_ids: bool) -> None:
-        """Compute the offsets of each part, and the row stride row_bytes."""
         self.format, self.scalar_dtype = format, format.dtype.scalar_dtype
         data_end = format.data_bytes(hidden_size)
         self.scales_at = align_up(data_end, 4)
@@ -134,7 +133,6 @@ class Scratch:
         return self._block[:num_bytes].view(dtype).view(num_rows, width)
 
     def free(self) -> None:
-        """Free the block."""
         self._block = self._block[:0].clone()
 
 

@@ -23,16 +23,13 @@ class BufferTraffic:
     bytes_between: int = 0
 
     def __add__(self, other: Self) -> Self:
-        """Return the sums by kind."""
         return replace(self, **{name: n + getattr(other, name) for name, n in vars(self).items()})
 
     def __sub__(self, other: Self) -> Self:
-        """Return the differences by kind."""
         return replace(self, **{name: n - getattr(other, name) for name, n in vars(self).items()})
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all kinds."""
         return self.dispatch_bytes + self.combine_bytes + self.control_bytes
 
 
@@ -46,11 +43,9 @@ class TrafficMeter:
         self._ranks_elsewhere = () if hosts is None else hosts.ranks_elsewhere(rank)
 
     def dispatch(self, rows_to_rank: Sequence[int], row_bytes: int) -> None:
-        """Count the rows of a dispatch."""
         self._add_rows("dispatch_bytes", rows_to_rank, row_bytes)
 
     def combine(self, rows_to_rank: Sequence[int], row_bytes: int) -> None:
-        """Count the rows of a combine."""
         self._add_rows("combine_bytes", rows_to_rank, row_bytes)
 
     def control(self, rows_to_rank: Sequence[int], row_bytes: int) -> None:

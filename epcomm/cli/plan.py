@@ -138,7 +138,6 @@ class ConfigOptions:
     ] = None
 
     def read(self) -> EPConfig:
-        """Return the configuration."""
         settings = EPConfig() if self.config is None else EPConfig.from_file(self.config)
         names = [field.name for field in fields(self) if field.name != "config"]
         return replace(settings, **_given(self, *names))

@@ -41,7 +41,6 @@ class StreamOrder:
     """
 
     def __init__(self) -> None:
-        """Start without a previous call."""
         # The stream of the last call and its raw handle, which is cheaper to compare.
         self._stream: torch.cuda.Stream | None = None
         self._number: int | None = None

@@ -269,7 +269,6 @@ class BoundedWait:
             time.sleep(POLL_S)
 
     def _parsed(self, texts: Mapping[int, str]) -> dict[int, _Report]:
-        """Return the reports of the other ranks."""
         return {r: _Report.parse(text) for r, text in texts.items() if r != self._rank}
 
     def _explain(

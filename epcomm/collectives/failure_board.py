@@ -49,7 +49,6 @@ class StoreFailureBoard(FailureBoard):
     """
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
-        """Use `store`, the store of the process group. Local."""
         self._rank = rank
         self._world_size = world_size
         # Do not call store.clone(): a new connection looks up host names, which takes seconds if no

@@ -246,7 +246,6 @@ class MpiFailureBoard(FailureBoard):
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
-        """Use `communicator`. Local."""
         self.tag = _HIGHEST_TAG  # The first exchange replaces it.
         self._communicator = communicator
         self._reports: dict[int, str] = {}

@@ -524,7 +524,6 @@ class Dispatcher(Generic[DispatchT, CombineT]):
     def _find_call_error(
         self, hidden_states: Tensor | WireTensor, topk: TopKOutput
     ) -> EPError | None:
-        """Return the error of invalid tensors, or None."""
         if isinstance(hidden_states, WireTensor) and not self._buffer.takes_wire_tensors:
             return ShapeError(
                 "dispatch: hidden_states are a WireTensor, expected a tensor, because kernels of "
@@ -596,7 +595,6 @@ class StandardDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
 
 @cache
 def _flags_of(inputs_need_grad: bool, experts_need_grad: bool | tuple[bool, ...]) -> BatchFlags:
-    """Return the flags of a batch in grad mode."""
     flags = BatchFlags.GRAD_ENABLED
     if inputs_need_grad:
         flags |= BatchFlags.INPUTS_NEED_GRAD

@@ -212,7 +212,6 @@ class _Bins:
         return any(self.owners[item] == owner for item in self.items[place])
 
     def totals(self) -> list[float]:
-        """Return the load of each bin."""
         return [math.fsum(self.loads[items].tolist()) for items in self.items]
 
 

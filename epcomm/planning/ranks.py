@@ -61,7 +61,6 @@ class PlannedRanks:
 
     @classmethod
     def assumed(cls, world_size: int, machine: AssumedMachine) -> Self:
-        """Return ranks on machines that are not this one."""
         return cls(
             world_size=world_size,
             machine=machine.machine(),

@@ -61,7 +61,6 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return the machine that runs this process."""
     return Machine(
         find_version=find_version,
         run_program=_run_program,

@@ -232,7 +232,6 @@ class _ReplayedLayer:
     last: "_ReplayedLayer"
 
     def __init__(self, index: int, gate: Gate, routes: Tensor) -> None:
-        """Replay `routes` [tokens, K], which have been checked."""
         self.index = index
         self._routes = routes
         self._has_live = bool((routes < 0).any())
@@ -266,7 +265,6 @@ class _ReplayedLayer:
             self._gate.ended.append(range(self._begin_number, call_number() + 1))
 
     def check_end(self) -> None:
-        """Raise unless the calls took all tokens."""
         if self._end != len(self._routes):
             raise ShapeError(
                 f"replay_routes: routes have {len(self._routes)} tokens, but the calls of layer "

@@ -106,9 +106,7 @@ class ExpertParameters(Protocol):
     shard: ExpertShard
 
     @property
-    def group(self) -> ShardRanks:
-        """The ranks that share the experts."""
-        ...
+    def group(self) -> ShardRanks: ...
 
     def expert_parameters(self) -> Mapping[str, Tensor]:
         """Return the expert parameters by name below the module, as state_dict() names them."""

@@ -135,7 +135,6 @@ class BufferEnv(SuiteEnv):
         )
 
     def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
-        """Make batch `number` of all ranks."""
         world_size = self.group.world_size
         batches = self.made_batches(spec, number, world_size)
         if not self.fills_batches:
@@ -149,7 +148,6 @@ class BufferEnv(SuiteEnv):
         return batches
 
     def fail(self, message: str) -> NoReturn:
-        """Fail with the backend and this rank."""
         raise AssertionError(f"{self.backend}, {self.group.where}: {message}")
 
     def expect_equal(self, what: str, actual: object, expected: object) -> None:

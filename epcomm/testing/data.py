@@ -35,7 +35,6 @@ class RankBatch:
         return TopKOutput(topk_ids=self.topk_ids, topk_weights=self.topk_weights)
 
     def to(self, device: torch.device) -> Self:
-        """Return the batch on `device`."""
         return replace(self, **{name: each.to(device) for name, each in vars(self).items()})
 
 

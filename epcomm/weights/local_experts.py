@@ -24,7 +24,6 @@ class LocalExperts:
     def __init__(
         self, kind: ExpertTensors, roles: tuple[str, ...], shard: ExpertShard, where: str
     ) -> None:
-        """Keep the kind of the experts, the order of its fields, and the share of this rank."""
         self._kind, self._roles, self._where = kind, roles, where
         self.shard = shard
         self._held: Sequence[Tensor] = ()

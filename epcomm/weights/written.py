@@ -27,7 +27,6 @@ class WriteState:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, caller: str) -> Self:
-        """Return the state of the tensor now."""
         if tensor.is_inference():
             raise ConfigError(
                 f"{caller}: {name} was made in inference mode, where tensors do not count "

@@ -467,7 +467,6 @@ class RowsBuffer(OverCollectives, AddsBias):
         )
 
     def __init__(self, calls: Calls, spec: BufferSpec, mover: RowMover) -> None:
-        """Store the arguments; prepare() allocates."""
         super().__init__(calls, spec)
         self._mover = mover
         self._has_rest = mover.has_rest

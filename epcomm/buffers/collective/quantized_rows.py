@@ -25,7 +25,6 @@ class QuantizedRows:
     """
 
     def __init__(self, layout: RowLayout, hidden_size: int, device: torch.device) -> None:
-        """Choose the codecs for rows of this layout."""
         self._layout, self._hidden_size, self.row_bytes = layout, hidden_size, layout.row_bytes
         self._quantize, self._dequantize = quantizer_for(device), dequantizer_for(device)
 

@@ -46,7 +46,6 @@ class Check:
     def error(
         self, kind: type[EPError], fault: str, remedy: str = "correct it on this rank"
     ) -> EPError:
-        """Return the error of a call with this fault."""
         return kind(f"{self.function}: {fault} ({self.ranks.where}); {remedy}")
 
     def tensor(self, name: str, tensor: object, shape: Shape, dtypes: Dtypes) -> None:
@@ -141,7 +140,6 @@ class Check:
         return num_experts // self.ranks.size
 
     def size(self, name: str, size: object, kind: type[EPError] = ConfigError) -> None:
-        """Require a positive integer."""
         if not is_size(size):
             fault = f"{name} is {size}, expected a positive integer"
             raise self.error(kind, fault, "pass the same on all ranks")

@@ -51,7 +51,6 @@ class EventOverlap:
         return None if hook is None else hook()
 
     def wait(self) -> object:
-        """Wait as current_stream_wait() does."""
         return self.current_stream_wait()
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:

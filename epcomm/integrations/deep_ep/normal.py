@@ -45,7 +45,6 @@ class Rows:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row with its scales."""
         scale_bytes = 0 if self.scales is None else self.scales.shape[1] * self.scales.itemsize
         return align_up(self.x.shape[1] * self.x.itemsize + scale_bytes, _VECTOR_BYTES)
 

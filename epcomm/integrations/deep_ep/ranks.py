@@ -105,7 +105,6 @@ class Ranks:
         return self.device.type == "cpu"
 
     def has(self, service: Service) -> bool:
-        """Return whether there is a class for a service on this type of device."""
         return (self.device.type, service) in _CLASSES
 
     def follow(self, device: torch.device) -> None:
@@ -116,7 +115,6 @@ class Ranks:
         self.device = self._group.device
 
     def check_open(self, function: str) -> None:
-        """Raise HandleError after close()."""
         if self._group.is_closed:
             where = self.where
             raise HandleError(f"{function}: the buffer is destroyed ({where}); make a new Buffer")

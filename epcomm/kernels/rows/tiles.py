@@ -26,7 +26,6 @@ class Tile:
     per_row: int
 
     def programs(self, num_rows: int) -> int:
-        """Return the programs that num_rows rows need."""
         return -(-num_rows // self.rows) * self.per_row
 
 

@@ -139,14 +139,12 @@ class Positions:
     is_used: Tensor | None
 
     def to_elements(self, placed: Tensor) -> Tensor:
-        """Return the elements that are stored in positions, [N, ...]."""
         if self.element_of_position is None:
             return placed[: self.num_elements]
         elements = placed.new_zeros(self.num_elements, *placed.shape[1:])
         return elements.index_copy_(0, self.element_of_position, placed)
 
     def from_elements(self, elements: Tensor) -> Tensor:
-        """Return elements by position, [N, ...]."""
         order = self.element_of_position
         return elements if order is None else _select(elements, order)
 

@@ -50,56 +50,16 @@ from epcomm.weights.quantized import (
 )
 from epcomm.weights.unquantized import Activation, ExpertFormat, ExpertWeights
 
-__all__ = [
-    "Activation",
-    "BackendUnavailable",
-    "CapacityError",
-    "CombineInput",
-    "ConfigError",
-    "DeepEPLowLatencyDispatcher",
-    "DeepEPNormalDispatcher",
-    "DispatchOutput",
-    "Dispatcher",
-    "EPConfig",
-    "EPError",
-    "EPGroup",
-    "EPPlan",
-    "EPStats",
-    "EPTimeout",
-    "ExpertFormat",
-    "ExpertParallelExperts",
-    "ExpertParallelMoE",
-    "ExpertPlacement",
-    "ExpertWeights",
-    "Fp8BlockWeights",
-    "HandleError",
-    "Int8ChannelWeights",
-    "Int8Profile",
-    "MaskedCombineInput",
-    "MaskedDispatchOutput",
-    "Metric",
-    "MoESpec",
-    "Mode",
-    "Mxfp4Weights",
-    "Mxfp8Weights",
-    "Nvfp4Weights",
-    "Pending",
-    "RoutingSpec",
-    "RowsCombineInput",
-    "RowsDispatchOutput",
-    "ScaleDtype",
-    "ShapeError",
-    "StandardDispatcher",
-    "TopKOutput",
-    "WireDtype",
-    "WireFormat",
-    "WireTensor",
-    "as_prometheus_text",
-    "balance",
-    "decode_phase",
-    "idle_step",
-    "interleave",
-    "metrics",
-    "plan",
-    "route",
-]
+__all__ = ["ExpertParallelExperts", "ExpertParallelMoE", "decode_phase", "idle_step", "interleave"]
+__all__ += ["EPConfig", "EPGroup", "EPPlan", "MoESpec", "Mode", "plan"]
+__all__ += ["Dispatcher", "StandardDispatcher"]
+__all__ += ["DeepEPLowLatencyDispatcher", "DeepEPNormalDispatcher"]
+__all__ += ["CombineInput", "DispatchOutput", "Pending", "TopKOutput"]
+__all__ += ["MaskedCombineInput", "MaskedDispatchOutput", "RowsCombineInput", "RowsDispatchOutput"]
+__all__ += ["Int8Profile", "ScaleDtype", "WireDtype", "WireFormat", "WireTensor"]
+__all__ += ["Activation", "ExpertFormat", "ExpertWeights", "Fp8BlockWeights", "Int8ChannelWeights"]
+__all__ += ["Mxfp4Weights", "Mxfp8Weights", "Nvfp4Weights"]
+__all__ += ["ExpertPlacement", "RoutingSpec", "balance", "route"]
+__all__ += ["EPStats", "Metric", "as_prometheus_text", "metrics"]
+__all__ += ["BackendUnavailable", "CapacityError", "ConfigError", "EPError", "EPTimeout"]
+__all__ += ["HandleError", "ShapeError"]

@@ -23,23 +23,8 @@ from epcomm.routing.spec import (
     SoftmaxOrder,
 )
 
-__all__ = [
-    "CorrectionBias",
-    "CustomRoutingFunction",
-    "DroppedGroups",
-    "EpsilonMode",
-    "GateCall",
-    "ReplayCounts",
-    "RouteRecord",
-    "RouteReplay",
-    "RoutingSpec",
-    "ScoreFunction",
-    "SoftmaxOrder",
-    "record_routes",
-    "replay_routes",
-    "route",
-    "routes_from_sglang",
-    "routes_from_vllm",
-    "routes_of_batch",
-    "watch_gates",
-]
+__all__ = ["CorrectionBias", "CustomRoutingFunction", "RoutingSpec", "route"]
+__all__ += ["DroppedGroups", "EpsilonMode", "ScoreFunction", "SoftmaxOrder"]
+__all__ += ["GateCall", "watch_gates"]
+__all__ += ["ReplayCounts", "RouteRecord", "RouteReplay", "record_routes", "replay_routes"]
+__all__ += ["routes_from_sglang", "routes_from_vllm", "routes_of_batch"]

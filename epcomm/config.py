@@ -311,11 +311,8 @@ _OPTIONAL_SIZES = (
 )
 _PARSERS = {**dict.fromkeys(_OPTIONAL_SIZES, int), "redundant_experts": int, "timeout_s": float}
 _SWITCHES = (
-    "check_calls",
-    "combine_dtype_with_gradients",
-    "deterministic",
-    "record_load",
-    "replicated",
+    *("check_calls", "combine_dtype_with_gradients", "deterministic"),
+    *("record_load", "replicated"),
 )
 _BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 

@@ -127,14 +127,8 @@ class Handle:
     """The single-use claim of one dispatch on its combine."""
 
     __slots__ = (
-        "_owner",
-        "_spent",
-        "call",
-        "dtype",
-        "exchange_plan",
-        "needs_backward",
-        "num_tokens",
-        "where",
+        *("_owner", "_spent", "call", "dtype"),
+        *("exchange_plan", "needs_backward", "num_tokens", "where"),
     )
 
     def __init__(

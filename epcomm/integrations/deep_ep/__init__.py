@@ -16,13 +16,5 @@ from epcomm.integrations.deep_ep.v2.handle import EPHandle
 
 topk_idx_t = torch.int64
 
-__all__ = [
-    "Buffer",
-    "Config",
-    "EPHandle",
-    "ElasticBuffer",
-    "EventHandle",
-    "EventOverlap",
-    "install",
-    "topk_idx_t",
-]
+__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap"]
+__all__ += ["install", "topk_idx_t"]

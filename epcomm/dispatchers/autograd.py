@@ -303,7 +303,8 @@ def combine_rows(
 
     Collective: yes, and so is its backward, on every rank if any rank needs it.
     """
-    returning, combining = _returning(buffer, rows, gradient_dtype, calls), _combining(buffer, rows)
+    combining = partial(_combine_watched, buffer, rows)
+    returning = _returning(buffer, rows, gradient_dtype, calls)
     if returning is None:
         return combining()
     saves = rows.slot_weights is not None
@@ -323,7 +324,7 @@ def begin_combine(
 
     report, name: see Calls.begin().
     """
-    returning, combining = None, _combining(buffer, rows)
+    returning, combining = None, partial(_combine_watched, buffer, rows)
     if torch.is_grad_enabled():
         returning = _returning(buffer, rows, gradient_dtype, calls, name)
     if returning is None:
@@ -334,13 +335,6 @@ def begin_combine(
     first = _Begin.apply(returning, None, saves, _results(rows), rows.slot_weights)
     pending = calls.begin(partial(at_once, combining), report, name=name)
     return Pending(partial(_Wait.apply, returning, pending.wait, first))
-
-
-def _combining(buffer: Buffer, rows: RowsCombineInput) -> Callable[[], Tensor]:
-    plan = rows.handle.exchange_plan
-    return partial(
-        _combine_watched, rows.hidden_states, rows.slot_weights, buffer, plan, rows.rows_per
-    )
 
 
 def _returning(
@@ -401,23 +395,18 @@ def _dispatch_watched(buffer: Buffer, call: DispatchCall) -> Dispatched:
     )
 
 
-def _combine_watched(
-    rows: Tensor,
-    slot_weights: Tensor | None,
-    buffer: Buffer,
-    exchange_plan: ExchangePlan,
-    rows_per: RowsPer,
-) -> Tensor:
+def _combine_watched(buffer: Buffer, rows: RowsCombineInput) -> Tensor:
     """Combine, through the operator if a mode sees operators; return y [T, H].
 
     Collective: as Buffer.combine; not if a checkpointing policy has saved the result, which it
         does on all ranks or none.
     """
+    results, weights, plan = rows.hidden_states, rows.slot_weights, rows.handle.exchange_plan
     if not is_watched():
-        y, _ = buffer.combine(rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights)
+        y, _ = buffer.combine(results, plan, rows_per=rows.rows_per, slot_weights=weights)
         return y
-    held = _CombineOn(buffer=buffer, exchange_plan=exchange_plan, rows_per=rows_per)
-    return torch.ops.epcomm.combine.default(rows, slot_weights, _number_of(held))
+    held = _CombineOn(buffer=buffer, exchange_plan=plan, rows_per=rows.rows_per)
+    return torch.ops.epcomm.combine.default(results, weights, _number_of(held))
 
 
 def is_watched() -> bool:

@@ -74,6 +74,10 @@ if TYPE_CHECKING:
 RowTable = tuple[tuple[int, ...], ...]
 # A function that writes a range of the rows that this rank sends into the given memory.
 WriteRows = Callable[[slice, Tensor], None]
+# A function that computes a range of the rows that combine returns.
+MakeRows = Callable[[slice], Tensor]
+# The number of elements of a row, and their dtype.
+RowShape = tuple[int, torch.dtype]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -267,9 +271,7 @@ class CollectiveExchangePlan(SignedExchangePlan):
         device = self.index.num_tokens_per_expert.device
         return torch.tensor(self.recv_splits, dtype=torch.int32, device=device)
 
-    def returned(
-        self, rows: Tensor, rows_per: RowsPer, slot_weights: Tensor | None
-    ) -> Callable[[slice], Tensor]:
+    def returned(self, rows: Tensor, rows_per: RowsPer, slot_weights: Tensor | None) -> MakeRows:
         """Return a function that computes a range of the rows that combine returns."""
         if rows_per is RowsPer.ROW:
             # With sum_groups they are those that another exchange has returned.
@@ -351,7 +353,7 @@ class RowMover:
         rows: Tensor | WriteRows,
         table: RowTable | None,
         splits: tuple[Sequence[int], Sequence[int]],
-        shape: tuple[int, torch.dtype],
+        shape: RowShape,
         *,
         phase: str,
         is_kept: bool,
@@ -362,7 +364,6 @@ class RowMover:
             rows: all rows, by rank, then token; or a function that writes a range of them.
             table: see CollectiveExchangePlan.
             splits: number of rows to each rank, and from each rank.
-            shape: number of elements of a row, and their dtype.
             phase: name of the exchange, for errors.
             is_kept: the caller owns the received rows; otherwise they may be views that a later
                 exchange overwrites.
@@ -376,10 +377,7 @@ class RowMover:
         )
 
     def write_sums(
-        self,
-        make: Callable[[slice], Tensor],
-        exchange_plan: CollectiveExchangePlan,
-        shape: tuple[int, torch.dtype],
+        self, make: MakeRows, exchange_plan: CollectiveExchangePlan, shape: RowShape
     ) -> Callable[[str], Tensor]:
         """Compute the sums of received rows; return a function that exchanges them.
 
@@ -389,7 +387,6 @@ class RowMover:
         Args:
             make: computes a range of the sums, in the order of received rows.
             exchange_plan: the plan of the dispatch.
-            shape: number of elements of a row, and their dtype.
         """
         to_rank, from_rank = exchange_plan.returned_splits
         rows = make(slice(0, sum(to_rank)))
@@ -670,11 +667,7 @@ class RowsBuffer(OverCollectives, AddsBias):
         return layout.data(returned), layout.scalars(returned)
 
     def _send_sums(
-        self,
-        make: Callable[[slice], Tensor],
-        exchange_plan: CollectiveExchangePlan,
-        shape: tuple[int, torch.dtype],
-        kind: CallKind,
+        self, make: MakeRows, exchange_plan: CollectiveExchangePlan, shape: RowShape, kind: CallKind
     ) -> Tensor:
         """Return the sums of received rows to their source ranks; see RowMover.write_sums().
 

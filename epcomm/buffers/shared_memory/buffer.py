@@ -20,13 +20,14 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from epcomm.buffers.collective.all_to_all import (
     CollectiveExchangePlan,
+    MakeRows,
     RowMover,
     RowsBuffer,
+    RowShape,
     RowTable,
     WriteRows,
 )
@@ -153,7 +154,7 @@ class HostMover(RowMover):
         rows: Tensor | WriteRows,
         table: RowTable | None,
         splits: tuple[Sequence[int], Sequence[int]],
-        shape: tuple[int, torch.dtype],
+        shape: RowShape,
         *,
         phase: str,
         is_kept: bool,
@@ -174,10 +175,7 @@ class HostMover(RowMover):
         return received.clone() if is_kept else received
 
     def write_sums(
-        self,
-        make: Callable[[slice], Tensor],
-        exchange_plan: CollectiveExchangePlan,
-        shape: tuple[int, torch.dtype],
+        self, make: MakeRows, exchange_plan: CollectiveExchangePlan, shape: RowShape
     ) -> Callable[[str], Tensor]:
         table, (to_rank, from_rank) = exchange_plan.returned_table, exchange_plan.returned_splits
         assert table is not None, "the headers have it"

@@ -34,7 +34,7 @@ from epcomm.calls.counts import Counts, counts_bytes, guard_ids, make_headers
 from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.ops.slots import count_experts, index_slots
+from epcomm.ops.slots import count_experts
 from epcomm.records import ExchangePlan, Steps, to_the_end
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireTensor
@@ -121,14 +121,8 @@ class AllGatherBuffer(OverCollectives, Buffer):
     def dispatch_steps(self, call: DispatchCall) -> Steps[Dispatched]:
         gathered = yield from self._gather_call(call)
         counts = gathered.counts
-        index, slot_weights = index_slots(
-            gathered.topk_ids,
-            gathered.topk_weights,
-            counts.device_tokens_per_expert,
-            counts.tokens_per_expert,
-            first_expert=self._first_expert,
-            expert_alignment=self._spec.expert_alignment,
-        )
+        sizes = counts.device_tokens_per_expert, counts.tokens_per_expert
+        index, slot_weights = self._index(gathered.topk_ids, gathered.topk_weights, *sizes)
         return Dispatched(
             rows=gathered.rows,
             index=index,

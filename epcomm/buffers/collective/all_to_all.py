@@ -52,7 +52,6 @@ from epcomm.ops.slots import (
     MemberTable,
     as_members,
     count_experts,
-    index_slots,
     localize,
     mark_pairs,
     members_of,
@@ -511,48 +510,34 @@ class RowsBuffer(OverCollectives, AddsBias):
             views_epoch=None if is_kept else self._mover.epoch,
             call=batch,
         )
-        if self._groups is not None:
-            exchange_plan = self._with_groups(
-                exchange_plan, self._groups, call, sending, received, counts
-            )
         out = Dispatched(
             rows=layout.wire_tensor(received),
             index=index,
             slot_weights=slot_weights,
-            exchange_plan=exchange_plan,
+            exchange_plan=self._with_groups(exchange_plan, sending, received, counts),
             any_flags=counts.any_flags,
         )
         return self._with_topk(out, received)
 
     def _index_rows(self, received: Tensor, counts: Counts) -> tuple[SlotIndex, Tensor | None]:
         """Return the index over received rows, and their weights by slot."""
-        layout = self._dispatch_layout
-        return index_slots(
-            layout.ids(received),
-            layout.scalars(received),
-            counts.device_tokens_per_expert,
-            counts.tokens_per_expert,
-            first_expert=self._first_expert,
-            expert_alignment=self._spec.expert_alignment,
-        )
+        ids, weights = self._dispatch_layout.ids(received), self._dispatch_layout.scalars(received)
+        return self._index(ids, weights, counts.device_tokens_per_expert, counts.tokens_per_expert)
 
     def _with_groups(
-        self,
-        exchange_plan: CollectiveExchangePlan,
-        groups: SumGroups,
-        call: DispatchCall,
-        sending: SendPlan,
-        received: Tensor,
-        counts: Counts,
+        self, exchange_plan: CollectiveExchangePlan, sends: SendPlan, rows: Tensor, counts: Counts
     ) -> CollectiveExchangePlan:
         """Return the plan with the rows that combine returns for the received rows."""
+        groups, call = sends.groups, sends.call
+        if groups is None:
+            return exchange_plan
         table, slots = None, exchange_plan.index.slots_of_row
         if slots is not None:
-            ids = self._dispatch_layout.ids(received)
+            ids = self._dispatch_layout.ids(rows)
             columns = groups.columns(localize(ids, self._first_expert, groups.num_local))
             numbers = number_pairs(mark_pairs(columns, groups.num_columns))
             table = pair_table(slots, columns, numbers, sum(counts.pairs_from_rank))
-        addends = sending.returned_rows()
+        addends = sends.returned_rows()
         return replace(
             exchange_plan,
             group_sums=GroupSums(

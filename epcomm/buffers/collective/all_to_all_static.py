@@ -31,7 +31,7 @@ from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.ops.slots import aligned_counts, count_experts, index_slots
+from epcomm.ops.slots import aligned_counts, count_experts
 from epcomm.protocol import fault_word, unpack_fault
 from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
@@ -132,20 +132,14 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         rows = self._gather(message, phase="dispatch")
         headers = layout.first_words(rows[:: self._rows_per_rank])
 
-        ids, alignment = layout.ids(rows), self._spec.expert_alignment
+        ids = layout.ids(rows)
         counts = count_experts(ids, self._num_experts).view(self._world_size, -1)
         # The aligned slots that each rank needs for this call, [W].
-        required = aligned_counts(counts, alignment).sum(1)
+        required = aligned_counts(counts, self._spec.expert_alignment).sum(1)
         has_failed = self._faults.record(headers, required > self._num_slots, required, call.error)
         ids = torch.where(has_failed, -1, ids)
-        index, slot_weights = index_slots(
-            ids,
-            layout.scalars(rows),
-            torch.where(has_failed, 0, counts[self._rank]),
-            self._num_slots,
-            first_expert=self._first_expert,
-            expert_alignment=alignment,
-        )
+        own = torch.where(has_failed, 0, counts[self._rank])
+        index, slot_weights = self._index(ids, layout.scalars(rows), own, self._num_slots)
         return Dispatched(
             rows=layout.wire_tensor(rows),
             index=index,

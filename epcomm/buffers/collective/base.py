@@ -1,6 +1,6 @@
 """The common base of the buffers over plain collectives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from epcomm.calls.header import CallKind, CallSign, rows_size
 from epcomm.calls.order import Calls
 from epcomm.errors import EPError
 from epcomm.ops.group_sums import GroupSums, SumGroups, pair_table
-from epcomm.ops.slots import localize, reduce_rows, row_ops_of, slots_by_row, sum_parts
+from epcomm.ops.slots import index_slots, localize, reduce_rows, row_ops_of, slots_by_row, sum_parts
 from epcomm.platforms.machine import Machine
 from epcomm.records import ExchangePlan, SlotIndex, Steps
 from epcomm.spec import Availability, BufferCaps, BufferSpec
@@ -161,6 +161,15 @@ class OverCollectives:
             exchange=exchange,
             start_read=None if self._row_ops is None else self._row_ops.start_read,
             meanwhile=meanwhile,
+        )
+
+    def _index(
+        self, ids: Tensor, weights: Tensor, counts: Tensor, size: Sequence[int] | int
+    ) -> tuple[SlotIndex, Tensor]:
+        """Return the index over rows that have arrived, and slot weights; see index_slots()."""
+        first, alignment = self._first_expert, self._spec.expert_alignment
+        return index_slots(
+            ids, weights, counts, size, first_expert=first, expert_alignment=alignment
         )
 
     def _exchange_sums(

@@ -30,7 +30,7 @@ from epcomm.calls.faults import ids_error
 from epcomm.calls.header import ANY_BATCH, FLAGS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError, ShapeError
-from epcomm.ops.slots import count_experts, index_slots
+from epcomm.ops.slots import count_experts
 from epcomm.protocol import BatchFlags, FaultCode
 from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
@@ -87,14 +87,8 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         rows = wire_tensor_of(call, self._spec.dispatch_format)
         batch = self._new_batch(call)
         flags = self._compare_dispatches(call, batch, FaultCode(code))
-        index, slot_weights = index_slots(
-            topk_ids.to(torch.int32),
-            call.topk_weights,
-            counts,
-            host_counts,
-            first_expert=self._first_expert,
-            expert_alignment=self._spec.expert_alignment,
-        )
+        ids = topk_ids.to(torch.int32)
+        index, slot_weights = self._index(ids, call.topk_weights, counts, host_counts)
         num_tokens = topk_ids.shape[0]
         return Dispatched(
             # Unquantised rows share the memory of the caller's tensor, but not its history.

@@ -209,7 +209,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
             if begins:
                 name = f"dispatch of {self._name}"
                 if call.flags != BatchFlags.NONE:
-                    sending = self._sending(call, name)
+                    sending = self._sending(name)
                     sending.begin_history(call)
                 make = partial(self._buffer.dispatch_steps, call)
                 pending = self._calls.begin(make, report, name=name)
@@ -231,9 +231,8 @@ class Dispatcher(Generic[DispatchT, CombineT]):
     ) -> DispatchT:
         return self._record(call, pending.wait(), handle, sending)
 
-    def _sending(self, call: DispatchCall, name: str = "") -> Sending:
-        dtype = call.unquantized.dtype
-        return Sending(buffer=self._buffer, calls=self._calls, name=name, dtype=dtype)
+    def _sending(self, name: str = "") -> Sending:
+        return Sending(buffer=self._buffer, calls=self._calls, name=name, dtype=self._dtype)
 
     def _prepare(
         self,
@@ -288,7 +287,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         rows, slot_weights, index = out.rows, out.slot_weights, out.index
         if out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
             packs = self._spec.sum_groups is not None
-            sending = sending or self._sending(call)
+            sending = sending or self._sending()
             rows, slot_weights = sending.with_history(call, out, packs=packs)
             if packs:
                 index = replace(index, row_of_slot=None, slots_of_row=None)
@@ -336,7 +335,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         self._check_combine(combine_input)
 
         def send() -> Tensor:
-            rows = cast_results(_as_rows(combine_input), self._dtype)
+            rows = cast_results(_as_rows(combine_input), self._dtype, self._weights_dtype)
             if torch.is_grad_enabled():
                 return combine_rows(self._buffer, rows, self._dtype, calls=self._calls)
             y, _ = self._buffer.combine(
@@ -361,7 +360,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         report = self._report_combine(combine_input.handle)
 
         def begin() -> Pending[Tensor]:
-            rows = cast_results(_as_rows(combine_input), self._dtype)
+            rows = cast_results(_as_rows(combine_input), self._dtype, self._weights_dtype)
             if begins:
                 name, calls = f"combine of {self._name}", self._calls
                 return begin_combine(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epcomm.errors import ConfigError
 from epcomm.records import DispatchOutput, RowsCombineInput
-from epcomm.types import UNQUANTIZED_DTYPES, sum_dtype
+from epcomm.types import UNQUANTIZED_DTYPES
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 # A tensor of one of these dtypes is cast where another of them is expected.
@@ -24,14 +24,13 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
-def cast_results(rows: RowsCombineInput, dtype: torch.dtype) -> RowsCombineInput:
-    """Cast expert results to `dtype`, and slot weights to sum_dtype(dtype), for combine.
-
-    Differentiable.
-    """
+def cast_results(
+    rows: RowsCombineInput, dtype: torch.dtype, weights_dtype: torch.dtype
+) -> RowsCombineInput:
+    """Cast expert results and slot weights to the dtypes of combine. Differentiable."""
     if rows.hidden_states.dtype is not dtype:
         rows = replace(rows, hidden_states=rows.hidden_states.to(dtype))
-    weights, weights_dtype = rows.slot_weights, sum_dtype(dtype)
+    weights = rows.slot_weights
     if weights is not None and weights.dtype is not weights_dtype:
         rows = replace(rows, slot_weights=weights.to(weights_dtype))
     return rows

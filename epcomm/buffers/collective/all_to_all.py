@@ -62,7 +62,7 @@ from epcomm.ops.slots import (
     slots_by_row,
 )
 from epcomm.protocol import BatchFlags, FaultCode, fault_word
-from epcomm.records import ExchangePlan, SlotIndex, Steps, to_the_end
+from epcomm.records import ExchangePlan, Steps, to_the_end
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer
 
@@ -496,7 +496,8 @@ class RowsBuffer(OverCollectives, AddsBias):
             is_kept=is_kept,
         )
 
-        index, slot_weights = self._index_rows(received, counts)
+        sizes = counts.device_tokens_per_expert, counts.tokens_per_expert
+        index, slot_weights = self._index(layout.ids(received), layout.scalars(received), *sizes)
         exchange_plan = CollectiveExchangePlan(
             num_tokens=call.topk_ids.shape[0],
             num_rows=received.shape[0],
@@ -510,27 +511,23 @@ class RowsBuffer(OverCollectives, AddsBias):
             views_epoch=None if is_kept else self._mover.epoch,
             call=batch,
         )
+        if self._groups is not None:
+            exchange_plan = self._with_groups(exchange_plan, sending, received, counts)
         out = Dispatched(
             rows=layout.wire_tensor(received),
             index=index,
             slot_weights=slot_weights,
-            exchange_plan=self._with_groups(exchange_plan, sending, received, counts),
+            exchange_plan=exchange_plan,
             any_flags=counts.any_flags,
         )
         return self._with_topk(out, received)
-
-    def _index_rows(self, received: Tensor, counts: Counts) -> tuple[SlotIndex, Tensor | None]:
-        """Return the index over received rows, and their weights by slot."""
-        ids, weights = self._dispatch_layout.ids(received), self._dispatch_layout.scalars(received)
-        return self._index(ids, weights, counts.device_tokens_per_expert, counts.tokens_per_expert)
 
     def _with_groups(
         self, exchange_plan: CollectiveExchangePlan, sends: SendPlan, rows: Tensor, counts: Counts
     ) -> CollectiveExchangePlan:
         """Return the plan with the rows that combine returns for the received rows."""
         groups, call = sends.groups, sends.call
-        if groups is None:
-            return exchange_plan
+        assert groups is not None, "the buffer has groups"
         table, slots = None, exchange_plan.index.slots_of_row
         if slots is not None:
             ids = self._dispatch_layout.ids(rows)

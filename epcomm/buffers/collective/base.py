@@ -165,7 +165,7 @@ class OverCollectives:
 
     def _index(
         self, ids: Tensor, weights: Tensor, counts: Tensor, size: Sequence[int] | int
-    ) -> tuple[SlotIndex, Tensor]:
+    ) -> tuple[SlotIndex, Tensor | None]:
         """Return the index over rows that have arrived, and slot weights; see index_slots()."""
         first, alignment = self._first_expert, self._spec.expert_alignment
         return index_slots(

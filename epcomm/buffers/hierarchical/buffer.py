@@ -12,7 +12,7 @@ fault, so all ranks raise and none waits for a message that is never sent. A los
 After the inner combine, a failure reaches only the ranks of the outer exchange.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
@@ -32,7 +32,6 @@ from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.counts import Counts
 from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
@@ -483,9 +482,11 @@ class HostRowsBuffer(CollectiveBuffer):
             if region.name not in _OF_SLOTS
         )
 
-    def _index_rows(self, received: Tensor, counts: Counts) -> tuple[SlotIndex, Tensor | None]:
+    def _index(
+        self, ids: Tensor, weights: Tensor, counts: Tensor, size: Sequence[int] | int
+    ) -> tuple[SlotIndex, Tensor | None]:
         """Return an index without slots; the inner buffer reads _with_topk() instead."""
-        nothing = torch.empty(0, dtype=torch.int64, device=received.device)
+        nothing = torch.empty(0, dtype=torch.int64, device=ids.device)
         return SlotIndex(
             row_of_slot=None,
             slots_of_row=None,

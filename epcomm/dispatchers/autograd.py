@@ -49,15 +49,6 @@ T = TypeVar("T")
 _Gradients = tuple[Tensor, Tensor | None]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _CombineOn:
-    """The arguments of a combine that are not tensors."""
-
-    buffer: Buffer
-    exchange_plan: ExchangePlan
-    rows_per: RowsPer
-
-
 @dataclass(kw_only=True, eq=False)
 class _DispatchOn:
     """A dispatch call; it holds the resulting exchange plan until the caller does."""
@@ -402,11 +393,11 @@ def _combine_watched(buffer: Buffer, rows: RowsCombineInput) -> Tensor:
         does on all ranks or none.
     """
     results, weights, plan = rows.hidden_states, rows.slot_weights, rows.handle.exchange_plan
-    if not is_watched():
-        y, _ = buffer.combine(results, plan, rows_per=rows.rows_per, slot_weights=weights)
-        return y
-    held = _CombineOn(buffer=buffer, exchange_plan=plan, rows_per=rows.rows_per)
-    return torch.ops.epcomm.combine.default(results, weights, _number_of(held))
+    combine = partial(buffer.combine, exchange_plan=plan, rows_per=rows.rows_per)
+    if is_watched():
+        return torch.ops.epcomm.combine.default(results, weights, _number_of(combine))
+    y, _ = combine(results, slot_weights=weights)
+    return y
 
 
 def is_watched() -> bool:
@@ -436,11 +427,9 @@ def _dispatch_kernel(
 
 
 def _combine_kernel(rows: Tensor, slot_weights: Tensor | None, call: int) -> Tensor:
-    held = _numbered[call]
-    assert isinstance(held, _CombineOn), "_combine_watched() passes the number of a call"
-    y, _ = held.buffer.combine(
-        rows, held.exchange_plan, rows_per=held.rows_per, slot_weights=slot_weights
-    )
+    combine = _numbered[call]
+    assert isinstance(combine, partial), "_combine_watched() passes the number of a call"
+    y, _ = combine(rows, slot_weights=slot_weights)
     return y
 
 

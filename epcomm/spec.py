@@ -240,6 +240,7 @@ class BufferCaps:
         only with BufferSpec.compares_calls, and without it only on its own rank.
     int8_profiles: the INT8 arithmetics of its rows: all, unless a vendor package quantises them.
     device_types: the device types of groups that it serves; None for all.
+    num_exchanges: the exchanges of a dispatch, each with a host sync unless is_static.
     """
 
     layout: Layout
@@ -259,8 +260,9 @@ class BufferCaps:
     reports_faults: bool = True
     int8_profiles: frozenset[Int8Profile] = frozenset(Int8Profile)
     device_types: frozenset[str] | None = None
+    num_exchanges: int = 1
 
     @property
     def host_syncs(self) -> int:
         """The number of host syncs of a dispatch."""
-        return 0 if self.is_static else 1
+        return 0 if self.is_static else self.num_exchanges

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from epcomm.errors import grouped
 from epcomm.platforms.deep_ep import DeepEPKind, InstalledDeepEP
 from epcomm.platforms.machine import Answer, Machine
 from epcomm.platforms.nvlink import PeerReach
@@ -64,10 +65,8 @@ class AssumedMachine:
         if self.capability is None:
             return []
         hosts = self.hosts(world_size)
-        ranks: dict[str, tuple[str, ...]] = {}
-        for rank, host in enumerate(hosts):
-            ranks[host] = (*ranks.get(host, ()), str(rank))
-        return [PeerReach(device=str(rank), reached=ranks[h]) for rank, h in enumerate(hosts)]
+        ranks = grouped((host, str(rank)) for rank, host in enumerate(hosts))
+        return [PeerReach(device=str(r), reached=tuple(ranks[h])) for r, h in enumerate(hosts)]
 
     def describe(self, world_size: int) -> tuple[str, ...]:
         """List the assumptions about `world_size` ranks, one per line."""

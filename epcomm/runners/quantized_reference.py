@@ -154,11 +154,8 @@ def compute_experts(
 
 def _gather_wire(rows: WireTensor, index: SlotIndex) -> WireTensor:
     """Copy the row of each slot with its scales, [R, H] to [C, H]; padding slots are zero."""
-    if not rows.format.dtype.is_quantized:
-        return WireTensor(data=gather_rows(rows.data, index), format=rows.format)
-    assert rows.scales is not None, "quantised rows have scales"
-    codes, scales = (_gather_any(part, index) for part in (rows.data, rows.scales))
-    return WireTensor(data=codes, format=rows.format, scales=scales)
+    scales = None if rows.scales is None else _gather_any(rows.scales, index)
+    return WireTensor(data=_gather_any(rows.data, index), format=rows.format, scales=scales)
 
 
 def _gather_any(rows: Tensor, index: SlotIndex) -> Tensor:

@@ -64,15 +64,6 @@ class HierarchicalExchangePlan(ExchangePlan):
     inner: ExchangePlan
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TwoExchangesCaps(BufferCaps):
-    """The capabilities of two exact-size exchanges, each with host syncs for its counts."""
-
-    @property
-    def host_syncs(self) -> int:
-        return 2 * super().host_syncs
-
-
 class HierarchicalBuffer(Buffer):
     """Serves normal mode on several hosts of equal size, with exact sizes.
 
@@ -95,8 +86,9 @@ class HierarchicalBuffer(Buffer):
     def caps(cls, mode: Mode) -> BufferCaps:
         # In shared memory, rows are views, so the number of batches in flight is limited.
         views = SharedMemoryBuffer.caps(mode).batches_in_flight
-        caps = replace(COLLECTIVE_CAPS, batches_in_flight=views, batches_on_request=True)
-        return _TwoExchangesCaps(**vars(caps))
+        return replace(
+            COLLECTIVE_CAPS, batches_in_flight=views, batches_on_request=True, num_exchanges=2
+        )
 
     @classmethod
     def lacks_between(cls, spec: BufferSpec) -> tuple[str, ...]:

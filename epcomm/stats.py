@@ -118,9 +118,7 @@ class LayerCounter:
 def gather_expert_slots(stats: EPStats, group: EPGroup) -> Tensor:
     """Return [W, L], int64, on the device: the counts by expert of every rank of the group.
 
-    Args:
-        stats: of the same layer on every rank.
-        group: that of the layer.
+    stats: of the same layer on every rank, whose group it is.
 
     Collective: yes, between the calls of layers, never within one.   Host sync: as all_gather().
     Raises:

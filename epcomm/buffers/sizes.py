@@ -104,7 +104,6 @@ class CallShape:
 
         Args:
             topk_ids_of_rank: topk_ids of each of the W ranks, [T, K], int64, -1 for no expert.
-            rank: the rank to count for.
             num_local_experts: L.
             hosts: the hosts of the ranks; None if there is one host or the hosts are unknown.
             group_size: the experts of a sum group, with BufferSpec.sum_groups; 1 if one row per
@@ -281,10 +280,8 @@ def index_region(spec: BufferSpec, *, rows_per_token: int, max_rows: int | None)
 def slot_regions(spec: BufferSpec, *, row_bytes: int, max_rows: int | None) -> tuple[Region, ...]:
     """Return the regions that the runner needs for R rows: packed slots and their results.
 
-    Args:
-        spec: the specification of the buffer.
-        row_bytes: stride of received rows; packing copies the gap between rows too.
-        max_rows: R, or None for no limit.
+    row_bytes: stride of received rows; packing copies the gap between rows too.
+    max_rows: R, or None for no limit.
     """
     max_slots = None if max_rows is None else max_slots_of(spec, max_rows)
     result_bytes = spec.hidden_format.data_bytes(spec.hidden_size)
@@ -312,11 +309,8 @@ def _aligned_slots(spec: BufferSpec, num_used: int) -> int:
 def index_bytes(spec: BufferSpec, *, num_rows: int, num_slots: int, num_members: int) -> int:
     """Return the bytes of SlotIndex, slot weights and slots_by_row, as ops/slots.py makes them.
 
-    Args:
-        spec: the specification of the buffer.
-        num_rows: R.
-        num_slots: C.
-        num_members: entries of slots_by_row: the slots in use, or the number that is reserved.
+    num_rows: R.   num_slots: C.
+    num_members: entries of slots_by_row: the slots in use, or the number that is reserved.
     """
     rows = num_rows * (ROW_SLOT_BYTES * spec.top_k + ROW_OFFSET_BYTES)
     weight_bytes = spec.hidden_format.dtype.scalar_dtype.itemsize

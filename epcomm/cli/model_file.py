@@ -25,10 +25,8 @@ _NAMES = {
     ),
     "hidden_size": ("hidden_size", "d_model"),
     "intermediate_size": (
-        "moe_intermediate_size",
-        "expert_ffn_hidden_size",
-        "intermediate_size",
-        "ffn_hidden_size",
+        *("moe_intermediate_size", "expert_ffn_hidden_size"),
+        *("intermediate_size", "ffn_hidden_size"),
     ),
     "dtype": ("dtype", "torch_dtype"),
 }
@@ -37,10 +35,8 @@ _NAMES = {
 def read_model_file(path: Path, said: Container[str] = ()) -> dict[str, Any]:
     """Return the sizes, `dtype` and `model_type` of a config.json, those that it has, by name.
 
-    Args:
-        path: the file.
-        said: names of values that the user has passed. They are neither checked nor returned; they
-            may have a form that is not supported, such as one number for each layer.
+    said: names of values that the user has passed. They are neither checked nor returned; they may
+        have a form that is not supported, such as one number for each layer.
     """
     try:
         values = json.loads(path.read_text("utf-8"))

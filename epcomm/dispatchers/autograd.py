@@ -286,11 +286,8 @@ def combine_rows(
 ) -> Tensor:
     """Combine in grad mode, differentiable in the expert results and the slot weights, if given.
 
-    Args:
-        buffer: the buffer of the dispatch.
-        rows: the expert results.
-        gradient_dtype: dtype of the rows that backward sends.
-        calls: the calls of the group; None: none are begun.
+    gradient_dtype: dtype of the rows that backward sends.
+    calls: the calls of the group; None: none are begun.
 
     Collective: yes, and so is its backward, on every rank if any rank needs it.
     """

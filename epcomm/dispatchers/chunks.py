@@ -48,16 +48,11 @@ def run(
 
     It yields `number` + 1 times, while calls that it has begun are sent.
 
-    Args:
-        dispatcher: begins calls.
-        x, topk: the tokens, as for dispatch.
-        weights: the experts.
-        compute: computes the experts of a chunk.
-        number: the number of chunks, equal on all ranks.
-        joins: gradients of experts are computed for all chunks together, at the end of backward;
-            else for each chunk, while those of its rows are returned.
-        experts_need_grad: see Dispatcher.dispatch().
-        meanwhile: local work to do while the first chunk is sent.
+    dispatcher: begins calls.   number: of chunks, equal on all ranks.
+    x, topk, experts_need_grad: see Dispatcher.dispatch().
+    joins: gradients of experts are computed for all chunks together, at the end of backward; else
+        for each chunk, while those of its rows are returned.
+    meanwhile: local work to do while the first chunk is sent.
 
     Collective: yes.   Raises: as dispatch and combine, on every rank; and what compute() raises.
     """

@@ -16,9 +16,7 @@ def has_parameter(function: Callable[..., object], name: str) -> bool:
 def signature_reasons(owner: type, calls: Mapping[str, Sequence[str]]) -> list[str]:
     """List the parameters that methods of a class lack, and required ones that are not passed.
 
-    Args:
-        owner: the class whose methods are called.
-        calls: the keyword arguments passed to each method.
+    calls: the keyword arguments passed to each method of the class.
 
     `**kwargs` does not count, because it accepts parameters that the method ignores.
     """

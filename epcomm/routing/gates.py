@@ -253,11 +253,8 @@ def watch_gates(model: nn.Module) -> Iterator[list[GateCall]]:
 def choose(call: GateCall, topk_ids: Tensor, *, has_live: bool) -> GateCall:
     """Replace the choice of a call by given experts, whose weights follow from the live logits.
 
-    Args:
-        call: the call of the gate.
-        topk_ids: [T, K], int64, logical experts, distinct in a row; -1 entries take the best live
-            experts that the row does not name.
-        has_live: some entries are -1.
+    topk_ids: [T, K], int64, logical experts, distinct in a row; -1 entries take the best live
+        experts that the row does not name.   has_live: some entries are -1.
 
     Returns: the call with the choice; its weights are differentiable in the logits as those of
         route(). Rows of -1 alone keep the live weights.

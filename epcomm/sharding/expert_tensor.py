@@ -114,7 +114,6 @@ class ExpertTensor(shards.ShareTensor, DTensor):
 
         The result is detached and shares the memory of `share`. shard: which experts these are,
         where a placement says so; the shape is then that of the logical experts, [E, ...].
-        owner: see the class.
         """
         shape = stride = None
         if shard is not None and shard.physical_to_logical is None:

@@ -236,7 +236,6 @@ def quantize_hidden_int8(
     Args:
         hidden: [C, I], float32, contiguous.
         counts: [L], int32.   first_slot: [L + 1], int32.
-        profile: the arithmetic.
         out_codes: [C, I], int8, contiguous.   out_scales: [C, 1], float32, contiguous.
 
     Allocates nothing. Host sync: none. Compiled for each I, L and profile.

@@ -151,7 +151,6 @@ def quantize_int8_triton(hidden_states: Tensor, wire: WireTensor, profile: Int8P
         hidden_states: [T, H], bfloat16, float16 or float32, of any row stride.
         wire: written; codes [T, H] and scales [T, 1], of any row stride. Stores of codes have 16
             bytes if the row stride is a multiple of 16 bytes.
-        profile: the arithmetic.
 
     Allocates nothing. Compiled for each dtype, H, strides and profile.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.

@@ -328,7 +328,6 @@ def route_tokens(
     Args:
         logits: [T, E], float32, bfloat16 or float16, with adjacent columns; T = 0 is legal.
         bias: [E], where the form has one.
-        form: the routing.
         load: [N, E], int64, contiguous; each token adds 1 to each expert that it chose, in
             any row: a line of the cache takes one addition a cycle.
         replicas: the physical experts of each logical one; None: ids are logical.

@@ -201,7 +201,6 @@ def order_sends(
         topk_ids: as for count_sends().
         header: as count_sends() wrote it; word rows_at of line r has the rows to rank r.
         row_of_rank: [T, W], int32, written: the row that carries token t to rank r, or -1.
-        rows_at: the index of that word.
         num_local: L.
 
     Costs are those of count_sends().

@@ -144,7 +144,6 @@ def number_slots(
         tables: written; row_of_slot [C] and slots_of_row [R, K], slot weights [C], in the dtype of
             weights, num_tokens_per_expert [L] and first_slot [L + 1]; the others are int32. Slots
             without a pair are not written.
-        first_expert: the first expert of this rank.
         expert_alignment: the slots of each expert begin at a multiple of this.
 
     Allocates nothing.   Compiled for each K, L, alignment and strides.

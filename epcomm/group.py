@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeGuard, TypeVar
 
 import torch
@@ -247,12 +246,7 @@ class EPGroup:
     def __enter__(self) -> EPGroup:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(after_error=error is not None)
 
 

@@ -133,7 +133,6 @@ class BatchFlags(IntFlag):
         return cls((told << TRAINED_SHIFT) | (cls.EXPERTS_NEED_GRAD if bits else cls.NONE))
 
 
-# The largest flags of a batch.
 MAX_FLAGS = (1 << (TRAINED_SHIFT + MAX_TRAINED)) - 1
 # The flags that must be equal on all ranks of a batch with gradients.
 COMPARED_FLAGS = (((1 << MAX_TRAINED) - 1) << TRAINED_SHIFT) | int(BatchFlags.GRAD_ENABLED)

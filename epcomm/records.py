@@ -231,7 +231,6 @@ class RowsDispatchOutput:
 
     @property
     def exchange_plan(self) -> ExchangePlan:
-        """Return the exchange plan of this dispatch."""
         return self.handle.exchange_plan
 
     def combine_input(
@@ -289,7 +288,6 @@ class MaskedDispatchOutput:
 
     @property
     def exchange_plan(self) -> ExchangePlan:
-        """Return the exchange plan of this dispatch."""
         return self.handle.exchange_plan
 
     def combine_input(self, hidden_states: Tensor) -> MaskedCombineInput:

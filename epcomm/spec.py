@@ -79,11 +79,8 @@ class Availability:
     ) -> Self:
         """Return the availability of a backend; ok if nothing is missing or absent.
 
-        Args:
-            missing: reasons that an installation removes.
-            command: the command that installs all that is missing.
-            absent: reasons that no installation removes, such as hardware.
-            needs: the required hardware or system, such as `NVIDIA GPUs`.
+        missing: reasons that an installation removes.   absent: those that none removes.
+        command, needs: for what is missing and what is absent, `NVIDIA GPUs` for example.
         """
         return cls(
             ok=not (missing or absent),
@@ -128,7 +125,6 @@ class HostLayout:
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts."""
         return len(self.ranks_of_host)
 
     @property

@@ -19,7 +19,6 @@ from epcomm.types import MAX_SIZE, is_size
 
 # The value of "benchmark" in the files that `epcomm bench` writes.
 BENCHMARK = "epcomm bench"
-# Digits of a digest that people are shown.
 _SHOWN_DIGITS = 12
 # 4 CPU ranks over gloo, H = 1024, top-8 of 32 experts, bfloat16: `epcomm bench --ranks 4`.
 EXACT_DECODE = (

@@ -355,7 +355,6 @@ SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = {
     "inference": check_inference,
 }
 
-# Scenarios for buffers with gradients.
 GRADIENT_SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = {
     "checkpointing": check_checkpointing,
     "rank_without_gradients": lambda env: check_frozen_inputs(env, of_all_ranks=False),

@@ -28,7 +28,6 @@ from epcomm.types import Int8Profile
 # Mean number of slots of an expert up to which a tile has 32 and 64 rows; larger tiles would
 # compute many rows that do not exist.
 _FEW_SLOTS, _MANY_SLOTS = 48, 192
-# Rows of the largest tiles.
 _LARGE_TILE = 128
 # Number of elements of hidden rows in the registers of one program: 32 for each thread of 8 warps.
 _QUANTIZED_ELEMENTS = 8192

@@ -13,7 +13,6 @@ from epcomm.platforms.ascend.operators import has_kernel
 
 # The value of aclFormat that means fractal.
 ACL_FORMAT_NZ = 29
-# Rows of a tile.
 TILE_ROWS = 16
 _TILE_ROW_BYTES = 32
 

@@ -26,15 +26,8 @@ FLOATS = frozenset(
 )
 # Other functions whose result is on the default device.
 OTHERS = [
-    "arange",
-    "as_tensor",
-    "asarray",
-    "full",
-    "randint",
-    "randperm",
-    "scalar_tensor",
-    "tensor",
-    "tril_indices",
+    *("arange", "as_tensor", "asarray", "full", "randint"),
+    *("randperm", "scalar_tensor", "tensor", "tril_indices"),
 ]
 # Modules that compute under on_cpu(), which sets the default device.
 ON_CPU = {"probing.py", "random_copy.py"}

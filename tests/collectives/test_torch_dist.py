@@ -15,17 +15,8 @@ from epcomm.collectives.torch_dist import TorchDistCollectives
 
 NUM_RANKS = 4
 DTYPES = [
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-    torch.bool,
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32),
+    *(torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
 ]
 # The number of rows that each rank (outer) sends to each rank (inner).
 SPLITS = {

@@ -16,12 +16,8 @@ MODULES = sorted(
 # environment.
 WAYS_TO_PACKAGES = {"find_spec", "import_module", "__import__"}
 PROPERTIES = {
-    "get_device_capability",
-    "get_device_properties",
-    "get_device_name",
-    "multi_processor_count",
-    "torch.cuda.is_available",
-    "torch.npu",
+    *("get_device_capability", "get_device_properties", "get_device_name"),
+    *("multi_processor_count", "torch.cuda.is_available", "torch.npu"),
 }
 READS = {"environ", "getenv", "environment()"}
 VENDORS = {"deep_ep", "deep_ep_cpp", "deep_gemm", "nvshmem", "nvidia", "pynvml", "torch_npu", "acl"}

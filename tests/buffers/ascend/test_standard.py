@@ -28,11 +28,8 @@ pytestmark = pytest.mark.usefixtures("npu_operators")
 
 NAME = "AscendStandardBuffer"
 OPERATORS = (
-    "npu_moe_init_routing_v2",
-    "npu_moe_finalize_routing",
-    "npu_grouped_matmul",
-    "npu_swiglu",
-    "npu_dequant_swiglu_quant",
+    *("npu_moe_init_routing_v2", "npu_moe_finalize_routing", "npu_grouped_matmul"),
+    *("npu_swiglu", "npu_dequant_swiglu_quant"),
 )
 LAYER = MoESpec(hidden_size=1024, num_experts=8, top_k=2)
 CONFIG = EPConfig(mode="standard", backend="ascend")

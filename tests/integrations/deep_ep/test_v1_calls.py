@@ -216,12 +216,8 @@ def there_and_back(
 RAISED = (wrong_dtype, wrong_ids, wrong_ids_of_a_new_shape, unknown_top_k_of_a_new_shape)
 # Calls in which no host of a GPU reads what other ranks report: these receive NaN.
 GIVES_NAN = (
-    wrong_rows,
-    wrong_cached_rows,
-    too_wide_cached_rows,
-    wrong_dtype_of_low_latency,
-    too_many_tokens,
-    wrong_weights,
+    *(wrong_rows, wrong_cached_rows, too_wide_cached_rows),
+    *(wrong_dtype_of_low_latency, too_many_tokens, wrong_weights),
 )
 
 

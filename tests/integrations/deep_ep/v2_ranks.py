@@ -22,14 +22,8 @@ NUM_EXPERTS, NUM_TOPK, HIDDEN, MAX_TOKENS, NUM_SMS = 8, 3, 512, 8, 8
 
 # The fields of a handle that are numbers of the host or sums: compared as they are.
 EXACT_FIELDS = (
-    "do_expand",
-    "num_experts",
-    "expert_alignment",
-    "num_max_tokens_per_rank",
-    "num_sms",
-    "num_recv_tokens",
-    "num_expanded_tokens",
-    "num_recv_tokens_per_expert_list",
+    *("do_expand", "num_experts", "expert_alignment", "num_max_tokens_per_rank"),
+    *("num_sms", "num_recv_tokens", "num_expanded_tokens", "num_recv_tokens_per_expert_list"),
 )
 EXACT_TENSORS = (
     "psum_num_recv_tokens_per_expert",

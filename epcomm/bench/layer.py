@@ -78,11 +78,7 @@ class Layer:
     check: Callable[[], None] = lambda: None
 
     def timed(
-        self,
-        device: torch.device,
-        *,
-        in_graph: bool,
-        others: Mapping[str, Callable[[], object]] | None = None,
+        self, device: torch.device, *, in_graph: bool, others: Mapping[str, Callable[[], object]]
     ) -> Timed:
         """Return a function that times the layer, its parts and other calls. Collective: yes."""
         # What the parts have returned.
@@ -97,7 +93,7 @@ class Layer:
         def combine() -> None:
             self.combine(left["results"], left["rows"])
 
-        parts = {"dispatch": dispatch, "products": products, "combine": combine, **(others or {})}
+        parts = {"dispatch": dispatch, "products": products, "combine": combine, **others}
         return time_parts({**parts, "layer": self.whole}, "layer", device, in_graph=in_graph)
 
 

@@ -74,11 +74,9 @@ def importing_triton(caller: str) -> Iterator[None]:
         ) from error
 
 
-def compute_capability(device: torch.device | None = None) -> tuple[int, int] | None:
-    """Return (major, minor) of a CUDA device, by default the current; None for other devices."""
-    if device is not None and device.type != "cuda":
-        return None
-    return torch.cuda.get_device_capability(device)
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return (major, minor) of a CUDA device; None for other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def has_dependent_launch(device: torch.device) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -152,23 +152,19 @@ class QuantizedWeights(ExpertTensors):
                 f"{cls.__name__}.from_unquantized: scales is {chosen.value}, which only "
                 "Fp8BlockWeights have; leave it out"
             )
-        for name in ("gate_up_proj", "down_proj"):
-            shape = list(weights.tensors()[name].shape)
-            if shape[-1] % cls.per_item:
+        made: dict[str, Any] = {}
+        for name in ("gate_up", "down"):
+            matrices = weights.tensors()[f"{name}_proj"].detach()
+            if matrices.shape[-1] % cls.per_item:
                 raise ShapeError(
-                    f"{cls.__name__}.from_unquantized: {name} is {shape}, expected rows of a "
-                    f"multiple of {cls.per_item} elements; leave such experts unquantised"
+                    f"{cls.__name__}.from_unquantized: {name}_proj is {list(matrices.shape)}, "
+                    f"expected rows of a multiple of {cls.per_item} elements; leave such experts "
+                    "unquantised"
                 )
-        gate_up, gate_up_scale = cls._quantize(weights.gate_up_proj.detach(), chosen)
-        down, down_scale = cls._quantize(weights.down_proj.detach(), chosen)
-        # Elementwise results have the strides of their input.
-        return cls(
-            gate_up_proj=gate_up.contiguous(),
-            gate_up_scale=gate_up_scale.contiguous(),
-            down_proj=down.contiguous(),
-            down_scale=down_scale.contiguous(),
-            hidden_dtype=weights.dtype,
-        )
+            codes, found = cls._quantize(matrices, chosen)
+            # Elementwise results have the strides of their input.
+            made |= {f"{name}_proj": codes.contiguous(), f"{name}_scale": found.contiguous()}
+        return cls(**made, hidden_dtype=weights.dtype)
 
     def dequantized(self) -> dict[str, Tensor]:
         """Return gate_up_proj and down_proj in float32."""

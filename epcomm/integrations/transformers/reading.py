@@ -10,10 +10,7 @@ A block that computes something other than its names suggest is refused before i
 copied, on all ranks.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from torch import Tensor, nn
+from torch import nn
 
 from epcomm.blocks import BlockLayout
 from epcomm.config import EPConfig
@@ -29,40 +26,26 @@ from epcomm.routing import RoutingSpec
 from epcomm.weights.unquantized import ExpertWeights
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockReading:
-    """The parts of a block, and what they compute.
-
-    layout: the role of each part.   routing: how logits become experts and weights.
-    weights: all experts.   names: field of ExpertWeights -> name of the block's parameter.
-    parts: all parts of the block except the experts, by name.
-    """
-
-    layout: BlockLayout
-    routing: RoutingSpec
-    weights: ExpertWeights
-    names: Mapping[str, str]
-    parts: Mapping[str, nn.Module | Tensor]
-
-
 def from_transformers(
     block: nn.Module, group: EPGroup, config: EPConfig | None = None
 ) -> ExpertParallelMoE:
     """Build the layer of a block; see ExpertParallelMoE.from_transformers."""
     try:
-        reading = read_block(block)
+        weights, names, layout, routing = read_block(block)
     except ConfigError as error:
         refuse_plan(group, error)
-    experts = ExpertParallelExperts(
-        reading.weights, group, config, top_k=reading.routing.top_k, names=reading.names
-    )
-    return ExpertParallelMoE(
-        routing=reading.routing, experts=experts, parts=reading.parts, layout=reading.layout
-    )
+    experts = ExpertParallelExperts(weights, group, config, top_k=routing.top_k, names=names)
+    parts = structure.parts_of(block)
+    return ExpertParallelMoE(routing=routing, experts=experts, parts=parts, layout=layout)
 
 
-def read_block(block: nn.Module) -> BlockReading:
+def read_block(
+    block: nn.Module,
+) -> tuple[ExpertWeights, dict[str, str], BlockLayout, RoutingSpec]:
     """Read a block by its structure, and confirm the reading by running the block.
+
+    Returns: all experts, the names of their parameters by field of ExpertWeights, the role of each
+        other part, and how logits become experts and weights.
 
     Local; reads no weight.
     Raises:
@@ -79,9 +62,7 @@ def read_block(block: nn.Module) -> BlockReading:
             f"the experts of {kind} compute something else than {weights.format}: {problem}",
             "what their names and attributes say",
         )
-    layout, routing = read_routing(block, weights.num_experts)
-    parts = structure.parts_of(block)
-    return BlockReading(layout=layout, routing=routing, weights=weights, names=names, parts=parts)
+    return weights, names, *read_routing(block, weights.num_experts)
 
 
 def read_routing(block: nn.Module, num_experts: int) -> tuple[BlockLayout, RoutingSpec]:

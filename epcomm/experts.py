@@ -408,10 +408,10 @@ class ExpertParallelExperts(nn.Module):
         assert state is not None, "agree_on_move() raises if a rank has a problem"
         assert self.placement is not None, "_find_movable() checks it"
         assert self._replicas is not None, "a layer with a placement has replica tables"
-        staged = stage_experts(state.pieces(), self.placement, placement, calls.collectives)
+        write = stage_experts(state.pieces(), self.placement, placement, calls.collectives)
         # Nothing is written before all ranks have all their rows.
         lost = agree_to_write(calls)
-        staged.write()
+        write()
         self._replicas.write(placement)
         self.placement = placement
         self.shard = replace(self.shard, physical_to_logical=placement.physical_to_logical)

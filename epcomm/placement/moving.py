@@ -5,7 +5,7 @@ The device needs little more memory, and a failure before that point has written
 rank writes its rows in place, so parameters keep their addresses, in graphs too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -81,35 +81,18 @@ def transfers_between(old: ExpertPlacement, new: ExpertPlacement) -> list[Transf
     return found
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StagedExperts:
-    """The new rows of this rank's experts, in host memory, until they are written.
-
-    rows: by name of the tensor, by local expert.
-    """
-
-    tensors: Mapping[str, Tensor]
-    rows: Mapping[str, Mapping[int, Tensor]]
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Write the rows in place. Local; no rank is waited for."""
-        for name, tensor in self.tensors.items():
-            into = _as_rows(tensor)
-            for place, row in self.rows[name].items():
-                into[place].copy_(row)
-
-
 @torch.no_grad()
 def stage_experts(
     tensors: Mapping[str, Tensor],
     old: ExpertPlacement,
     new: ExpertPlacement,
     collectives: Collectives,
-) -> StagedExperts:
+) -> Callable[[], None]:
     """Receive the rows that this rank's experts have in a new placement, without writing them.
 
     tensors: this rank's [L, ...] by name, contiguous, any dtype; alike on all ranks.
+
+    Returns: a function that writes the rows in place; local.
 
     Collective: yes.   Host sync: yes.
     Raises:
@@ -128,7 +111,15 @@ def stage_experts(
         most = max(1, PIECE_BYTES // max(1, rows.shape[1]))
         for piece in _pieces(transfers, size, collectives.world_size, most):
             staged[name] |= _exchange(rows, piece, size, collectives)
-    return StagedExperts(tensors=tensors, rows=staged)
+
+    @torch.no_grad()
+    def write() -> None:
+        for name, tensor in tensors.items():
+            into = _as_rows(tensor)
+            for place, row in staged[name].items():
+                into[place].copy_(row)
+
+    return write
 
 
 def _as_rows(tensor: Tensor) -> Tensor:

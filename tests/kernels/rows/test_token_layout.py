@@ -20,9 +20,8 @@ def by_kernel(ids: Tensor, num_experts: int, num_ranks: int) -> list[list]:
 
 
 def by_torch(ids: Tensor, num_experts: int, num_ranks: int) -> list[list]:
-    found = layout_of(ids.cpu(), num_experts, num_ranks)
-    tensors = (found.tokens_per_rank, found.tokens_per_expert, found.is_in_rank.to(torch.uint8))
-    return [tensor.tolist() for tensor in tensors]
+    per_rank, per_expert, is_in_rank = layout_of(ids.cpu(), num_experts, num_ranks)
+    return [each.tolist() for each in (per_rank, per_expert, is_in_rank.to(torch.uint8))]
 
 
 def one_by_one(ids: Tensor, num_experts: int, num_ranks: int) -> list[list]:

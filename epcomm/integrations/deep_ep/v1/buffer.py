@@ -181,9 +181,9 @@ class Buffer:
         _check_launch(check, None, previous_event, async_finish, allocate_on_comm_stream)
         with self._comm_stream.call(topk_idx.device, previous_event, is_async=async_finish) as call:
             layout = layout_of(topk_idx, num_experts, self.group_size)
-            per_rank, per_expert = layout.tokens_per_rank, layout.tokens_per_expert
-            event = call.event([topk_idx, per_rank, per_expert, layout.is_in_rank])
-        return per_rank, None, per_expert, layout.is_in_rank, event
+            event = call.event([topk_idx, *layout])
+        per_rank, per_expert, is_in_rank = layout
+        return per_rank, None, per_expert, is_in_rank, event
 
     def dispatch(
         self,

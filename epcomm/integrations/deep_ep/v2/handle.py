@@ -291,7 +291,7 @@ class EPHandle(normal.Uncopied):
         Rank * M + the number of the token; -1 at all k of a rank but the first.
         """
         topk_idx, num_ranks = self.topk_idx, self.exchange.ranks.size
-        is_in_rank = layout_of(topk_idx, self.num_experts, num_ranks).is_in_rank
+        _, _, is_in_rank = layout_of(topk_idx, self.num_experts, num_ranks)
         numbers = is_in_rank.cumsum(0) - 1 + self.exchange.ranks.rank * self.num_max_tokens_per_rank
         ranks = topk_idx.div(self.num_experts // num_ranks, rounding_mode="floor")
         is_again = (ranks.unsqueeze(2) == ranks.unsqueeze(1)).tril(-1).any(2)

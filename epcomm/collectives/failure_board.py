@@ -121,12 +121,10 @@ class StoreReports:
 
         port: the port of the store; None: it is in this process.
         """
-        self._is_lost = False
-        self._connect = connect
-        self._port = port
+        self._connect, self._port = connect, port
+        self._rank, self._world_size = rank, world_size
         self._store: Store | None = None
-        self._rank = rank
-        self._world_size = world_size
+        self._is_lost = False
         # The last report that is not in the store yet; a call that ends late posts it.
         self._unposted: deque[str] = deque(maxlen=1)
         self._reports: dict[int, str] = {}

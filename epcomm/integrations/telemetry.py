@@ -13,8 +13,6 @@ from epcomm.routing.gates import replayed_gates
 from epcomm.routing.replay import ReplayCounts
 from epcomm.stats import EPStats
 
-Kind = Literal["counter", "gauge"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
@@ -29,7 +27,7 @@ class Metric:
     help: str
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> Literal["counter", "gauge"]:
         """The kind by the name: a counter only grows; a gauge may rise and fall."""
         return "counter" if self.name.endswith("_total") else "gauge"
 

@@ -26,6 +26,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Self
 
 import torch
@@ -82,8 +83,9 @@ class ReplayCounts:
 class RouteRecord:
     """The routes that a model took inside record_routes()."""
 
-    def __init__(self, num_layers: int, top_k: int, layers: "Sequence[_RecordedLayer]") -> None:
-        self._num_layers, self._top_k, self._layers = num_layers, top_k, layers
+    def __init__(self, num_layers: int, top_k: int, recorded: Mapping[int, list[Tensor]]) -> None:
+        """Join what was recorded: the ids [T, K] of each call of a layer, by its index."""
+        self._num_layers, self._top_k, self._recorded = num_layers, top_k, recorded
 
     def calls(self) -> list[Tensor]:
         """Return the routes of each forward of the model, [T, layers, K], int16, in their order.
@@ -95,12 +97,13 @@ class RouteRecord:
             ShapeError: the layers were called with different numbers of tokens or of times, or
                 differ in K.
         """
-        if len({len(layer.ids) for layer in self._layers}) > 1:
+        of_layers = self._recorded.values()
+        if len(set(map(len, of_layers))) > 1:
             raise ShapeError(
-                f"record_routes: layers were called {[len(x.ids) for x in self._layers]} times, "
-                "expected the same number; record each forward that may fail in its own context"
+                f"record_routes: layers were called {list(map(len, of_layers))} times, expected "
+                "the same number; record each forward that may fail in its own context"
             )
-        return [self._routes(ids) for ids in zip(*(x.ids for x in self._layers), strict=True)]
+        return [self._routes(ids) for ids in zip(*of_layers, strict=True)]
 
     def routes(self) -> Tensor:
         """Return the routes of all forwards, [tokens, layers, K]; see calls()."""
@@ -117,8 +120,8 @@ class RouteRecord:
                 "expected the same [T, K] of all; record the layers apart"
             )
         routes = ids_of_layers[0].new_full((shape[0], self._num_layers, shape[1]), -1)
-        for layer, ids in zip(self._layers, ids_of_layers, strict=True):
-            routes[:, layer.index] = ids
+        for index, ids in zip(self._recorded, ids_of_layers, strict=True):
+            routes[:, index] = ids
         return routes
 
 
@@ -141,8 +144,9 @@ def record_routes(
         ConfigError: no MoE layer, blocks without a separate index, or over 32,768 experts.
     """
     gates, num_layers = _gates_by_layer("record_routes", model, layers)
-    recorded = [_RecordedLayer(index) for index in gates]
-    with observed(list(zip(gates.values(), recorded, strict=True))):
+    recorded: dict[int, list[Tensor]] = {index: [] for index in gates}
+    keep = [partial(_keep_ids, ids) for ids in recorded.values()]
+    with observed(list(zip(gates.values(), keep, strict=True))):
         top_k = next(iter(gates.values())).routing.top_k
         yield RouteRecord(num_layers or max(gates) + 1, top_k, recorded)
 
@@ -202,15 +206,10 @@ def replay_routes(
         layer.check_end()
 
 
-class _RecordedLayer:
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.ids: list[Tensor] = []
-
-    def __call__(self, call: GateCall) -> GateCall:
-        if call.repeats is None:
-            self.ids.append(call.topk_ids.to(torch.int16))
-        return call
+def _keep_ids(kept: list[Tensor], call: GateCall) -> GateCall:
+    if call.repeats is None:
+        kept.append(call.topk_ids.to(torch.int16))
+    return call
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

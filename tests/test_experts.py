@@ -95,9 +95,7 @@ def test_layer_over_mpi_equals_the_oracle(scenario: str, config: str, ep_ranks: 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("scenario", "config"), cases_of("holes", "checkpointing"))
-def test_layer_with_quantized_rows_equals_oracle(
-    scenario: str, config: str, group: EPGroup
-) -> None:
+def test_layer_of_quantized_rows_equals_oracle(scenario: str, config: str, group: EPGroup) -> None:
     wire = WireDtype.INT8 if scenario == "holes" else WireDtype.FP8_E4M3
     chosen = replace(CONFIGS[config], dispatch_dtype=wire)
     layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, chosen))

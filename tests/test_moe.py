@@ -228,9 +228,7 @@ def test_routing_that_the_operator_cannot_say_is_the_references() -> None:
         )
 
 
-def test_router_that_is_not_there_says_what_to_import(
-    monkeypatch: pytest.MonkeyPatch, group: EPGroup
-) -> None:
+def test_absent_router_says_what_to_import(monkeypatch: pytest.MonkeyPatch, group: EPGroup) -> None:
     # Use another name, because another test of this process may have registered the real one.
     monkeypatch.setattr("epcomm.routing.ascend_gating.OPERATOR", "npu_gating_of_no_version")
     message = f"not on {group.device.type}; import torch_npu first, .*{group.where}"

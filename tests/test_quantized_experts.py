@@ -158,9 +158,7 @@ ROUNDINGS = [
 
 @pytest.mark.parametrize("case", ROUNDINGS, ids=lambda case: case.id)
 @pytest.mark.parametrize("config", ["normal", "low_latency"])
-def test_layer_rounds_as_the_experts_or_the_configuration_say(
-    config: str, case: Rounding, group: EPGroup
-) -> None:
+def test_layer_rounds_as_experts_or_config_say(config: str, case: Rounding, group: EPGroup) -> None:
     spec = SPECS["uneven"]
     with torch.no_grad():
         weights = weights_of(case.kind, spec, group, scales=case.scales)

@@ -79,9 +79,7 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
         assert phase.backend == min(medians, key=lambda name: medians[name])
 
 
-def test_where_nothing_of_epcomm_serves_scripts_are_told(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_scripts_learn_that_nothing_of_epcomm_serves(capsys: pytest.CaptureFixture[str]) -> None:
     options = replace(OPTIONS, tokens=(2,), modes=(Mode.NORMAL,), backends=("nvlink",))
     assert bench_on_rank(options, ReportOptions(json=True)) == NOT_TIMED
     printed = capsys.readouterr().out

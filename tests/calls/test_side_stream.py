@@ -98,9 +98,7 @@ def call(log: Log, name: str, error: BaseException | None = None) -> Callable[[]
     return steps
 
 
-def test_a_call_that_pauses_is_launched_before_the_next(
-    log: Log, transfers: StreamTransfers
-) -> None:
+def test_a_pausing_call_is_launched_before_the_next(log: Log, transfers: StreamTransfers) -> None:
     first = transfers.begin(call(log, "A"), "A")
     log.add("product")
     second = transfers.begin(partial(at_once, lambda: log.add("B")), "B")

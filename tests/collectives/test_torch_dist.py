@@ -182,9 +182,7 @@ def test_ranks_connect_while_another_thread_waits_on_the_store(group: EPGroup) -
 
 
 @pytest.mark.ranks(2)
-def test_no_rank_goes_on_before_all_are_connected(
-    group: EPGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_wait_for_all_to_connect(group: EPGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     # Closing a connection breaks those that other ranks still make.
     connect = dist.ProcessGroupGloo
 

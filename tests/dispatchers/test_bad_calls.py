@@ -339,9 +339,7 @@ def test_order_is_compared_over_mpi(name: str, ep_ranks: MPI.Comm | None) -> Non
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("shares_memory", [True, False])
-def test_rank_that_decodes_alone_is_named(
-    shares_memory: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_decoding_alone_is_named(shares_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not shares_memory:
         monkeypatch.setattr(candidates, "host_of_this_process", lambda: "")
     with EPGroup() as group, torch.no_grad():
@@ -498,9 +496,7 @@ def test_rank_that_calls_alone_hears_of_its_fault_and_not_only_of_the_silence() 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", ["collective", "shared_memory"])
 @pytest.mark.parametrize("call", ["backward", "bad dispatch", "bad combine"])
-def test_late_rank_does_not_read_that_a_group_is_usable_on_which_others_gave_up(
-    call: str, name: str
-) -> None:
+def test_late_rank_does_not_take_a_group_others_gave_up_for_usable(call: str, name: str) -> None:
     process_group = dist.new_group()
     assert isinstance(process_group, dist.ProcessGroup)
     with playing(KINDS[name], process_group) as play:

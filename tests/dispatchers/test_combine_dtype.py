@@ -113,9 +113,7 @@ def check_sums(
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("combine_dtype", FORMATS, ids=str)
-def test_y_is_the_float32_sum_of_quantised_sums_of_ranks(
-    combine_dtype: WireDtype, way: str
-) -> None:
+def test_y_is_the_float32_sum_of_quantised_rank_sums(combine_dtype: WireDtype, way: str) -> None:
     kind, config = WAYS[way]
     with EPGroup() as group, torch.no_grad():
         hosts = [[rank] for rank in range(group.world_size)]
@@ -130,9 +128,7 @@ def test_y_is_the_float32_sum_of_quantised_sums_of_ranks(
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("combine_dtype", FORMATS, ids=str)
-def test_between_hosts_y_is_the_float32_sum_of_quantised_sums_of_hosts(
-    combine_dtype: WireDtype,
-) -> None:
+def test_y_is_the_float32_sum_of_quantised_host_sums(combine_dtype: WireDtype) -> None:
     with EPGroup(mesh_of((2, 2), ("host", "place"))) as group, torch.no_grad():
         config = EPConfig(backend="hierarchical", combine_dtype=combine_dtype)
         check_sums(group, DeepEPNormalDispatcher, config, [[0, 1], [2, 3]])

@@ -36,9 +36,7 @@ def exchange(dispatcher: DeepEPLowLatencyDispatcher, x: Tensor) -> Tensor:
 
 
 @pytest.mark.ranks(2)
-def test_a_dispatcher_goes_on_without_a_dead_rank(
-    num_ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dispatcher_survives_a_dead_rank(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_any_device(monkeypatch)
     # A timeout of 3 s.
     monkeypatch.setattr(NVLinkLowLatencyBuffer, "polls_per_s", HastyBuffer.polls_per_s)

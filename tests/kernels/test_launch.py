@@ -22,9 +22,7 @@ KB = 1024
         (DeviceLimits(shared_bytes=KB, major=9), 48, 4, 1),
     ],
 )
-def test_stages_are_those_that_fit(
-    limits: DeviceLimits, stage_kb: int, most: int, stages: int
-) -> None:
+def test_as_many_stages_as_fit(limits: DeviceLimits, stage_kb: int, most: int, stages: int) -> None:
     assert limits.stages(stage_kb * KB, most=most) == stages
 
 

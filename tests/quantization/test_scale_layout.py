@@ -176,9 +176,7 @@ def test_wrong_scales_are_refused_with_both_sides(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_travel_with_row_major_scales_and_are_copied_only_where_they_must(
-    layout: ScaleLayout,
-) -> None:
+def test_scales_travel_row_major_and_are_copied_only_where_they_must(layout: ScaleLayout) -> None:
     # Three blocks, which do not fill a word.
     x = torch.arange(5 * 384, dtype=torch.float32).view(5, 384)
     wire = quantize(x, FP8_POWER_OF_TWO_SCALES if layout.packed else FP8_FLOAT32_SCALES)

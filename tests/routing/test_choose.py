@@ -86,9 +86,7 @@ def test_gate_without_a_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_gate_leaves_float64_and_compiled_calls_to_the_reference(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reference_takes_float64_and_compiled_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     choice = choose(Router.TRITON, SAID, CPU)
     logits = torch.randn(5, NUM_EXPERTS, generator=torch.Generator().manual_seed(1))

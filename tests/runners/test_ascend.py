@@ -199,9 +199,7 @@ def test_the_first_product_of_two_operators_is_one_of_them(spy: Spy) -> None:
     ("name", "operator"),
     [("ascend", "npu_grouped_matmul"), ("ascend_swiglu_quant", "npu_grouped_matmul_swiglu_quant")],
 )
-def test_rows_become_codes_in_the_arithmetic_of_the_runner(
-    name: str, operator: str, spy: Spy
-) -> None:
+def test_rows_become_codes_as_the_runner_computes(name: str, operator: str, spy: Spy) -> None:
     """Use rows whose codes differ between the two arithmetics."""
     profiles, index = golden("ascend_quant_profiles"), batch_index()
     rows = tensor_of(profiles["x"])[[5, 6, 8]].repeat(3, HIDDEN // 16)

@@ -64,9 +64,7 @@ def experts(
 
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_rows_of_a_cpu_have_the_same_bits_in_every_batch(
-    dtype: torch.dtype, activation: str
-) -> None:
+def test_rows_of_a_cpu_have_equal_bits_in_every_batch(dtype: torch.dtype, activation: str) -> None:
     weights = experts(dtype, name=activation)
     assert not BatchInvariantRunner.batch_invariance(weights, this_machine()).reasons
     check_batch_invariance(BatchInvariantRunner(), weights, COUNTS, WireFormat.of(dtype))
@@ -172,7 +170,7 @@ def test_tiles_equal_the_plain_runner(activation: str, device: torch.device) -> 
     [(64, 64, "swiglu"), (192, 64, "clamped_swiglu"), (1024, 512, "relu2"), (7168, 2048, "swiglu")],
     ids=str,
 )
-def test_rows_of_a_gpu_have_the_same_bits_in_every_batch(
+def test_rows_of_a_gpu_have_equal_bits_in_every_batch(
     sizes: tuple[int, int, str], dtype: torch.dtype
 ) -> None:
     weights = on(torch.device("cuda"), experts(dtype, *sizes))
@@ -233,9 +231,7 @@ def test_quantised_experts_of_a_cpu_take_blocks(kind: type[QuantizedWeights]) ->
     assert chosen.prefill.buffer_spec.dispatch_format == weights.wire_format
 
 
-def test_positions_that_matter_on_this_machine_are_a_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_positions_that_matter_here_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """The product of a block gives its last row other bits, as a library may."""
 
     def multiply(rows: Tensor, matrix: Tensor, *, out: Tensor) -> None:
@@ -249,9 +245,7 @@ def test_positions_that_matter_on_this_machine_are_a_reason(
     batch_invariant.alike_blocks.cache_clear()
 
 
-def test_blocks_have_one_size_if_the_number_of_rows_matters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_have_one_size_if_the_row_count_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of 8 rows have other bits, as with AMX."""
 
     def multiply(rows: Tensor, matrix: Tensor, *, out: Tensor) -> None:

@@ -327,9 +327,7 @@ def test_ends_of_experts_are_passed_where_the_package_takes_them(
     assert largest_error(record, *results) == 0
 
 
-def test_parameters_are_found_in_docstrings_of_compiled_functions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_docstrings_of_compiled_functions_name_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """inspect cannot read the signatures of pybind11 functions."""
 
     class Compiled:
@@ -398,9 +396,7 @@ def test_package_without_the_functions_is_refused(monkeypatch: pytest.MonkeyPatc
         DeepGemmRunner().run(record, weights)
 
 
-def test_experts_that_it_does_not_compute_are_refused_with_reasons(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_experts_not_computed_are_refused_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = replace(make_weights(hidden=200, inner=32), hidden_dtype=torch.float16)
     without = replace(this_machine(), has_module=lambda name: name != "deep_gemm")
     assert DeepGemmRunner.supports(weights, without).reasons == (

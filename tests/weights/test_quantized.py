@@ -252,9 +252,7 @@ def test_result_is_contiguous_whatever_was_quantised(kind: type[QuantizedWeights
 
 @every_kind
 @pytest.mark.parametrize(("hidden", "inner"), [(0, 128), (128, 0)])
-def test_experts_of_no_size_are_refused(
-    kind: type[QuantizedWeights], hidden: int, inner: int
-) -> None:
+def test_empty_experts_are_refused(kind: type[QuantizedWeights], hidden: int, inner: int) -> None:
     scale_shape = kind._scale_shape
     code = torch.int8 if kind is Int8ChannelWeights else torch.float8_e4m3fn
     with pytest.raises(ShapeError, match=r"expected \[E, H, I\] with H and I of at least 1"):

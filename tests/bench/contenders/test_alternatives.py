@@ -46,9 +46,7 @@ def make_alternative(name: str, spec: BatchSpec) -> Contender:
         ),
     ],
 )
-def test_sums_are_those_of_the_formula_rounded_once(
-    name: str, tokens: str, dtype: torch.dtype
-) -> None:
+def test_sums_are_the_formula_rounded_once(name: str, tokens: str, dtype: torch.dtype) -> None:
     spec = spec_of(tokens, dtype)
     rank, alternative = dist.get_rank(), make_alternative(name, spec)
     check_contender(alternative, make_batch(spec, rank, 2), rank * spec.num_local_experts)

@@ -403,9 +403,7 @@ def test_epochs_may_wrap(epoch: int) -> None:
 @pytest.mark.parametrize(
     "kind", [MixedSingleBuffer, pytest.param(BulkSingleBuffer, marks=pytest.mark.slow)]
 )
-def test_a_batch_is_combined_until_its_memory_is_used_again(
-    kind: type[NVLinkLowLatencyBuffer],
-) -> None:
+def test_a_batch_is_combined_until_its_memory_is_reused(kind: type[NVLinkLowLatencyBuffer]) -> None:
     with EPGroup() as group, opened(kind, group) as buffer:
         rank, world_size = group.rank, group.world_size
         call = call_of(2, rank, world_size, group.device)
@@ -644,9 +642,7 @@ def test_refused_combine_is_of_the_batch_that_is_meant(monkeypatch: pytest.Monke
 
 
 @pytest.mark.ranks(2)
-def test_cpu_ranks_are_refused_where_kernels_are_not_interpreted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cpu_ranks_are_refused_without_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "IS_INTERPRETED", False)
     with EPGroup() as group:
         if group.device.type == "cuda":

@@ -81,9 +81,7 @@ def test_rank_without_room_is_named_on_all(monkeypatch: pytest.MonkeyPatch, grou
         HostMemory(group.calls, 2**24, phase="test")
 
 
-def test_the_memory_of_another_process_is_not_attached(
-    monkeypatch: pytest.MonkeyPatch, group: EPGroup
-) -> None:
+def test_foreign_memory_is_not_attached(monkeypatch: pytest.MonkeyPatch, group: EPGroup) -> None:
     """Imitate ranks in different PID namespaces."""
     pids = [each["pid"] for each in group.calls.gather_records({"pid": os.getpid()})]
     if group.rank == 1:
@@ -123,9 +121,7 @@ def test_calls_of_any_size_follow_one_another(group: EPGroup) -> None:
         assert float(out.rows.data.double().sum()) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_failed_growth_leaves_the_buffer_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, group: EPGroup
-) -> None:
+def test_failed_growth_changes_nothing(monkeypatch: pytest.MonkeyPatch, group: EPGroup) -> None:
     env, few = env_of(group), BATCH_SPECS["uneven"]
     many = replace(few, tokens_of_rank=lambda *_: 5000)
     buffer = env.open(few)

@@ -247,9 +247,7 @@ def test_a_masked_rank_is_left_out() -> None:
         unknown_top_k_of_a_new_shape,
     ],
 )
-def test_a_call_that_one_rank_refuses_leaves_no_other_waiting(
-    call: Callable[[Buffer, Batch], Tensor],
-) -> None:
+def test_call_one_rank_refuses_leaves_none_waiting(call: Callable[[Buffer, Batch], Tensor]) -> None:
     buffer = Buffer(world(), low_latency_mode=True)
     batch = Batch(buffer.rank, (32, 2, 4))
     batch.dispatch(buffer)

@@ -184,9 +184,7 @@ class Operands:
 
 
 @by_step_case
-def test_first_product_is_exact_but_for_the_activation(
-    case: StepCase, device: torch.device
-) -> None:
+def test_first_product_is_exact_but_for_activation(case: StepCase, device: torch.device) -> None:
     given = Operands.make(case, HIDDEN, 2 * INNER, device)
     hidden = torch.full((case.num_slots, INNER), float("nan"), device=device)
     gate_up_int8(given.on(case), out=hidden)

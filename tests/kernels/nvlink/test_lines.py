@@ -47,9 +47,7 @@ def _lines_kernel(
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.bfloat16, torch.float32])
-def test_line_holds_the_bytes_of_its_elements_and_the_epoch(
-    dtype: torch.dtype, device: torch.device
-) -> None:
+def test_line_holds_its_elements_and_the_epoch(dtype: torch.dtype, device: torch.device) -> None:
     # Bytes with their highest bit set, and an epoch beyond 2**31.
     raw = torch.arange(3, 19, device=device, dtype=torch.uint8) * 16 + 15
     elements, epoch = raw.view(dtype), -5
@@ -130,9 +128,7 @@ def test_line_that_does_not_come_ends_the_wait(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("expert", [2, 3])
-def test_expert_that_this_rank_does_not_have_gets_no_row_of_a_slab(
-    expert: int, device: torch.device
-) -> None:
+def test_expert_of_another_rank_gets_no_row_of_a_slab(expert: int, device: torch.device) -> None:
     receiver, sender = make_ranks(2, device)
     send_lines(receiver, [], [])
     send_lines(sender, [[0, 3]], [[0.6, 0.4]])

@@ -90,9 +90,7 @@ def test_slots_are_by_expert_then_row(
         check_slots(ids, num_local, first_expert=first_expert, alignment=alignment)
 
 
-def test_segments_of_slots_follow_one_another(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slot_segments_are_adjacent(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_index, "_PAIRS", 16)
     monkeypatch.setattr(slot_index, "_SEGMENT_PAIRS", 32)
     # 120 pairs: four segments of two steps, the last of them short.

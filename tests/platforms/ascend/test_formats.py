@@ -29,9 +29,7 @@ from tests.cases.fuseep_formats import device_that_keeps
         ),
     ],
 )
-def test_matrices_fill_tiles(
-    shape: tuple[int, ...], dtype: torch.dtype, reasons: list[str]
-) -> None:
+def test_matrix_fills_tiles(shape: tuple[int, ...], dtype: torch.dtype, reasons: list[str]) -> None:
     assert alignment_reasons("w", torch.zeros(shape, dtype=dtype)) == reasons
 
 

@@ -30,8 +30,6 @@ from epcomm.types import WireFormat
 from tests.cases.playing import FAULTY, KINDS, SPEC, H, K, M, identity, open_dispatcher
 from tests.cases.specs import buffer_spec
 
-Splits = Sequence[int] | None
-
 
 class RowsWereSentError(Exception):
     """The header was accepted, although a word was wrong."""

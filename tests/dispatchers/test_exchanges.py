@@ -24,7 +24,6 @@ from epcomm.collectives.bounded import BoundedWait
 
 SPEC = MoESpec(hidden_size=16, num_experts=2, top_k=2, dtype=torch.float32)
 NUM_TOKENS = 3
-Splits = Sequence[int] | None
 
 
 class OneRank(Collectives):

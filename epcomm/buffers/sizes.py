@@ -221,25 +221,20 @@ def quantized_layout(spec: BufferSpec, wire: WireFormat | None, top_k: int = 0) 
 
 
 def sum_regions(
-    spec: BufferSpec,
-    per_token: int,
-    *,
-    sent: int | None,
-    returned: int | None,
-    num_columns: int = 1,
+    spec: BufferSpec, per_token: int, *, sent: int | None, returned: int | None, columns: int = 1
 ) -> tuple[Region, ...]:
     """Return the regions of the rows that combine sends, and of those that return to this rank.
 
     Quantised sums exist unquantised before and after the exchange too.
 
-    per_token: rows that a token adds.   num_columns: the sums of a row.
+    per_token: rows that a token adds.   columns: the sums of a row.
     sent, returned: the most rows of a rank, or None for no limit.
     """
-    size, layout = num_columns * spec.hidden_size, quantized_layout(spec, spec.combine_format)
+    size, layout = columns * spec.hidden_size, quantized_layout(spec, spec.combine_format)
     row_bytes = spec.hidden_format.data_bytes(size)
     sizes = [("partial sums", row_bytes, sent), ("returned rows", row_bytes, returned)]
     if layout is not None:
-        row_bytes = num_columns * layout.row_bytes
+        row_bytes = columns * layout.row_bytes
         sizes[1:] = [("quantised sums", row_bytes, sent), ("returned rows", row_bytes, returned)]
         sizes.append(("dequantised sums", torch.float32.itemsize * size, returned))
     return tuple(

@@ -237,11 +237,7 @@ def _read_counts(
 
 
 def check_headers(
-    codes: Sequence[int],
-    flags: Sequence[int],
-    call: DispatchCall,
-    num_experts: int,
-    names: RankNames,
+    codes: list[int], flags: Sequence[int], call: DispatchCall, num_experts: int, names: RankNames
 ) -> None:
     """Raise the faults that the headers of a dispatch report.
 

@@ -73,7 +73,7 @@ class CallChecks:
             expected += (("topk_groups", topk.topk_groups, pair, torch.int64),)
         for name, tensor, shape, wanted in expected:
             if isinstance(tensor, WireTensor):
-                fault = self._wire_mismatch(tensor, shape)
+                fault = self._row_mismatch(tensor, shape)
             else:
                 fault = self._mismatch(name, tensor, shape, wanted)
             if fault is not None:
@@ -204,9 +204,7 @@ class CallChecks:
             )
         return None
 
-    def _wire_mismatch(
-        self, wire: WireTensor, shape: Sequence[int | str]
-    ) -> tuple[str, str] | None:
+    def _row_mismatch(self, wire: WireTensor, shape: Sequence[int | str]) -> tuple[str, str] | None:
         """Return what is wrong with quantised rows, and the remedy; None if nothing is wrong."""
         wanted = self.spec.dispatch_format
         if wire.format != wanted:

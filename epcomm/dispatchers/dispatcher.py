@@ -246,7 +246,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
             refusal = self._calls.take_unfinished()
         if refusal is None and (self._is_closed or torch.is_grad_enabled()):
             refusal = self._find_refusal(hidden_states, topk, experts_need_grad)
-        error = refusal or self._find_call_error(hidden_states, topk)
+        error = refusal or self._call_error(hidden_states, topk)
         if error is None:
             num_tokens = data_of(hidden_states).shape[0]
         else:
@@ -520,9 +520,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
             f"use {other}, or torch.no_grad()"
         )
 
-    def _find_call_error(
-        self, hidden_states: Tensor | WireTensor, topk: TopKOutput
-    ) -> EPError | None:
+    def _call_error(self, hidden_states: Tensor | WireTensor, topk: TopKOutput) -> EPError | None:
         if isinstance(hidden_states, WireTensor) and not self._buffer.takes_wire_tensors:
             return ShapeError(
                 "dispatch: hidden_states are a WireTensor, expected a tensor, because kernels of "

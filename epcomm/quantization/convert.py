@@ -82,7 +82,7 @@ def quantize(
         _check_hidden_states(hidden_states, wire_format)
         # Codes and scales have no gradients.
         hidden_states = hidden_states.detach()
-        wire = _output_for(hidden_states, wire_format, out)
+        wire = _output(hidden_states, wire_format, out)
         if wire_format.dtype is WireDtype.INT8:
             codecs.int8(hidden_states, wire, profile)
         else:
@@ -165,9 +165,7 @@ def _check_hidden_states(hidden_states: Tensor, wire_format: WireFormat) -> None
         )
 
 
-def _output_for(
-    hidden_states: Tensor, wire_format: WireFormat, out: WireTensor | None
-) -> WireTensor:
+def _output(hidden_states: Tensor, wire_format: WireFormat, out: WireTensor | None) -> WireTensor:
     """Return `out` after checking it, or new contiguous memory where it is None."""
     data_dtype, scale_dtype = wire_format.dtype.torch_dtype, wire_format.scale_dtype
     *rows, hidden_size = hidden_states.shape

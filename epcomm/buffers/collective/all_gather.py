@@ -97,7 +97,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
             rows_region("padding map", 8, per_token=world_size, max_rows=max_rows),
             index_region(spec, rows_per_token=world_size, max_rows=max_rows),
             *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
-            *sum_regions(spec, world_size, sent=max_rows, returned=max_rows, num_columns=columns),
+            *sum_regions(spec, world_size, sent=max_rows, returned=max_rows, columns=columns),
         )
 
     @classmethod

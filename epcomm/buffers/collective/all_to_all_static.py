@@ -78,7 +78,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             "expert results": num_slots * spec.hidden_format.data_bytes(spec.hidden_size),
         }
         num_columns = spec.returned_columns(world_size)
-        sums = sum_regions(spec, 0, sent=num_rows, returned=num_rows, num_columns=num_columns)
+        sums = sum_regions(spec, 0, sent=num_rows, returned=num_rows, columns=num_columns)
         sizes |= {each.name: each.max_bytes or 0 for each in sums}
         if spec.sum_groups is not None:
             # The slot of each entry, in a line of a table for each column of a row.

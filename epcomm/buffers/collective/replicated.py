@@ -58,7 +58,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         return (
             sizes.index_region(spec, rows_per_token=world_size, max_rows=max_tokens),
             *sizes.slot_regions(spec, row_bytes=hidden_bytes, max_rows=max_tokens),
-            *sizes.sum_regions(spec, world_size, sent=padded, returned=padded, num_columns=columns),
+            *sizes.sum_regions(spec, world_size, sent=padded, returned=padded, columns=columns),
             sizes.rows_region("gathered sums", total_bytes, per_token=world_size, max_rows=padded),
         )
 
@@ -86,7 +86,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         # Convert before the header is sent, so that the header can report a failure.
         rows = wire_tensor_of(call, self._spec.dispatch_format)
         batch = self._new_batch(call)
-        flags = self._compare_dispatches(call, batch, FaultCode(code))
+        flags = self._compare_batches(call, batch, FaultCode(code))
         ids = topk_ids.to(torch.int32)
         index, slot_weights = self._index(ids, call.topk_weights, counts, host_counts)
         num_tokens = topk_ids.shape[0]
@@ -122,9 +122,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         own = replace(call, topk_weights=weights, topk_groups=groups)
         return own, F.pad(topk_ids, (0, 0, 0, padding), value=-1)[mine]
 
-    def _compare_dispatches(
-        self, call: DispatchCall, batch: CallSign, code: FaultCode
-    ) -> BatchFlags:
+    def _compare_batches(self, call: DispatchCall, batch: CallSign, code: FaultCode) -> BatchFlags:
         """Return the flags of all ranks, or raise on every rank if a call is bad or differs.
 
         If the host does not wait in collectives and spec.compares_calls is not set, a rank checks

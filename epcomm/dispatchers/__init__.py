@@ -7,9 +7,5 @@ from epcomm.dispatchers.dispatcher import (
     StandardDispatcher,
 )
 
-__all__ = [
-    "DeepEPLowLatencyDispatcher",
-    "DeepEPNormalDispatcher",
-    "Dispatcher",
-    "StandardDispatcher",
-]
+__all__ = ["Dispatcher", "StandardDispatcher"]
+__all__ += ["DeepEPLowLatencyDispatcher", "DeepEPNormalDispatcher"]

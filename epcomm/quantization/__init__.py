@@ -43,21 +43,7 @@ ROW_ERRORS: Mapping[WireDtype, float] = MappingProxyType(
     }
 )
 
-__all__ = [
-    "FP8_FLOAT32_SCALES",
-    "FP8_POWER_OF_TWO_SCALES",
-    "INT8_PER_TOKEN",
-    "KNOWN_FORMATS",
-    "ROW_ERRORS",
-    "Int8Profile",
-    "Quantizer",
-    "arrange_scales",
-    "check_scales",
-    "dequantize",
-    "dequantizer_for",
-    "join_scales",
-    "quantize",
-    "quantizer_for",
-    "row_major",
-    "split_scales",
-]
+__all__ = ["Quantizer", "dequantize", "dequantizer_for", "quantize", "quantizer_for"]
+__all__ += ["FP8_FLOAT32_SCALES", "FP8_POWER_OF_TWO_SCALES", "INT8_PER_TOKEN", "KNOWN_FORMATS"]
+__all__ += ["ROW_ERRORS", "Int8Profile"]
+__all__ += ["arrange_scales", "check_scales", "join_scales", "row_major", "split_scales"]

@@ -12,9 +12,5 @@ from epcomm.integrations.transformers.expert_parallel import (
 from epcomm.integrations.transformers.reading import from_transformers
 from epcomm.integrations.transformers.trainer import prepare_trainer
 
-__all__ = [
-    "ExpertParallelRegistration",
-    "from_transformers",
-    "prepare_trainer",
-    "register_expert_parallel",
-]
+__all__ = ["ExpertParallelRegistration", "register_expert_parallel"]
+__all__ += ["from_transformers", "prepare_trainer"]

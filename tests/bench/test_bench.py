@@ -98,9 +98,7 @@ def test_scripts_learn_that_nothing_of_epcomm_serves(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("wire", [WireDtype.FP8_E4M3, WireDtype.INT8, WireDtype.NVFP4])
-def test_quantised_rows_are_held_to_their_roundings(
-    wire: WireDtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_held_to_their_roundings(wire: WireDtype, monkeypatch: pytest.MonkeyPatch) -> None:
     options = replace(
         OPTIONS, tokens=(4,), hidden=128, backends=("collective",), dtype="fp32", wire=wire
     )

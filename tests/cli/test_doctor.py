@@ -152,9 +152,7 @@ def test_exit_code_and_json_say_whether_what_is_named_is_here(names: list[str], 
 
 
 @pytest.mark.parametrize(("status", "code"), [(Status.HERE, 0), (Status.MISSING, 1)])
-def test_deep_ep_is_whichever_is_here(
-    status: Status, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deep_ep_is_any_release(status: Status, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     v1 = Finding(name="deep_ep_v1", status=status, detail="serves normal")
     found = replace(REPORT, backends=(HERE, v1, replace(MISSING, name="deep_ep_v2")))
     monkeypatch.setattr(epcomm.cli.doctor, "doctor", lambda: found)

@@ -396,9 +396,7 @@ def batch_of(play: Play) -> tuple[Tensor, TopKOutput]:
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("play", ALL_KINDS, indirect=True)
-def test_experts_that_cannot_compute_are_told_to_all(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_that_fail_are_told_to_all(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(play.group, config_of(play))
     right = layer(*batch_of(play))
 

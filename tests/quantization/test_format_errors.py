@@ -53,7 +53,7 @@ def error_of_codes(x: Tensor, wire_format: WireFormat) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("combined", COMBINED, ids=str)
 @pytest.mark.parametrize("dispatched", DISPATCHED, ids=str)
-def test_errors_follow_from_the_formats(
+def test_formats_explain_the_errors(
     dispatched: WireFormat, combined: WireFormat, rows: str
 ) -> None:
     x, experts = layer(rows)

@@ -95,9 +95,7 @@ def test_import_that_fails_names_the_remedy(statement: str, installed: Install) 
         load_deep_ep(WITH_LEGACY_BUFFER)
 
 
-def test_no_cuda_is_a_reason_but_for_a_stand_in(
-    installed: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_stand_in_needs_no_cuda(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with install("v1"):
         assert probe_deep_ep(WITH_LEGACY_BUFFER).ok

@@ -40,9 +40,7 @@ def gap_of(rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "hidden"), [*SHAPES, (torch.float8_e4m3fn, 37)], ids=str)
-def test_gather_moves_bits_and_nothing_else(
-    dtype: torch.dtype, hidden: int, device: torch.device
-) -> None:
+def test_gather_moves_exact_bits(dtype: torch.dtype, hidden: int, device: torch.device) -> None:
     rows = random_rows(7, hidden, torch.float32, device)
     rows = rows.to(dtype) if dtype is torch.float8_e4m3fn else random_rows(7, hidden, dtype, device)
     row_of_slot = torch.tensor([6, 0, -1, 6, 3], dtype=torch.int32, device=device)

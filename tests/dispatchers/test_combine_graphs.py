@@ -28,7 +28,7 @@ from tests.placement.test_graphs import captured_calls, needs_gpus
 # Over nvlink a rank sends at most 32 tokens in lines: rank 0 does so, the others send in bulk.
 LARGER = replace(SPEC, tokens_of_rank=lambda rank, size: 24 + 20 * rank)
 WAYS = [("nvlink", Mode.LOW_LATENCY), ("nvlink", Mode.NORMAL)]
-CASES = [(*way, each) for way in WAYS for each in ROW_BYTES if each is not WireDtype.NVFP4]
+CASES = [(*way, each) for way in WAYS for each in ROW_BYTES]
 if os.environ.get(BACKEND_ENV) != SHARED_GPUS:
     CASES += [("collective", Mode.LOW_LATENCY, each) for each in ROW_BYTES]
 

@@ -23,9 +23,9 @@ _FIRST_TOKENS = 256
 # Regions of low latency that hold rows.
 _ROW_REGIONS = ("row_lines", "sum_lines", "data", "scales", "returned")
 _WORD_BYTES = 4
-# Quantised sums of 32 columns and the scales of a piece, see combine.cu; longer rows take less
-# memory than unquantised ones.
-_LEAST_CODED_BYTES = 64
+# Quantised sums of 64 columns and the scales of a piece and a row, see combine.cu; longer rows take
+# less memory than unquantised ones.
+_LEAST_CODED_BYTES = 128
 
 
 def wire_row_bytes(spec: BufferSpec) -> int:
@@ -107,6 +107,7 @@ def low_latency_layout(
         returns_slots=spec.returns_slots or spec.sums_at_source,
         sum_block=sums.scale_block or 0,
         sum_exponents=sums.has_exponents,
+        sum_row_scale=sums.dtype.has_row_scale,
     )
 
 

@@ -66,6 +66,8 @@ from epcomm.kernels.rounding import cast
 # A whole row of 7168 elements, 32 for each thread: an item takes about 2 us whatever its size, and
 # two programs fit on an SM.
 _WARPS, _SENT_COLUMNS = 8, 8192
+# Warps for each _SENT_COLUMNS of a row that a program must have whole.
+_ROW_WARPS = 16
 # Slots of a row that a program adds at once. With 4, a program fills the registers of an SM.
 _SLOTS = 2
 # Tokens of a rank for which one grid of senders suffices, and the most grids: several programs of
@@ -287,25 +289,39 @@ def _store_result(
 ) -> None:
     """Store blocks of a result, a piece, in lines or columns `at` of row `place` of a rank."""
     is_stored = both(is_there, has_slot)
+    row_scale = sum_codes.scale_of_row(blocks, c) if c.SUM_ROW_SCALE else None
     if IN_LINES:
         to += place * (c.SUM_LINES * LINE_BYTES)  # pyright: ignore[reportOperatorIssue]
         words, scale_words = (), ()
         for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
             if c.SUM_BLOCK > 0:
-                codes, scales = sum_codes.quantize_sums(blocks[plane], c)
+                codes, scales = sum_codes.quantize_sums(blocks[plane], row_scale, c)
                 words += (words_of(tl.ravel(codes)),)
                 scale_words += (in_lanes(words_of(scales), at.shape[0]),)
             else:
                 words += (words_of(tl.ravel(blocks[plane])),)
         store_lines(to, at, words, epoch, is_stored)  # pyright: ignore[reportArgumentType]
         if c.SUM_BLOCK > 0:
-            is_scale = is_stored & (at % sum_codes.SCALED_WORDS == 0)
-            scale_line = c.SUM_SCALE_LINES + at // sum_codes.SCALED_WORDS
+            is_scale = is_stored & (at % c.SCALED_WORDS == 0)
+            scale_line = c.SUM_SCALE_LINES + at // c.SCALED_WORDS
             store_lines(to, scale_line, scale_words, epoch, is_scale)
+        if row_scale is not None:
+            bits = tl.zeros_like(at) + row_scale.to(tl.int32, bitcast=True)
+            # The first of these lines has the scale of the row in its last one.
+            last = at + (c.SUM_LINES - 1)
+            store_lines(to, last, (bits, bits, bits), epoch, is_stored & (at == 0))  # pyright: ignore[reportArgumentType]
     elif c.SUM_BLOCK > 0:
-        codes, scales = sum_codes.quantize_sums(blocks[0], c)
+        codes, scales = sum_codes.quantize_sums(blocks[0], row_scale, c)
         row_ptr = row_at(to, place, tl.uint8, c)
-        tl.store(row_ptr + at, codes, mask=is_stored)
+        if row_scale is None:
+            tl.store(row_ptr + at, codes, mask=is_stored)
+        else:
+            word = tl.arange(0, results.COLUMNS // c.SUM_COLUMNS)
+            is_word = both(word * c.SUM_COLUMNS < results.HIDDEN, has_slot)
+            words = words_of(tl.ravel(codes))
+            tl.store(sum_codes.word_of_row(row_ptr, word, tl.int32), words, mask=is_word)
+            scale_ptr = sum_codes.word_of_row(row_ptr, c.RETURN_WORDS, tl.float32)
+            tl.store(scale_ptr, row_scale, mask=has_slot)
         block = sum_codes.blocks_of_sum(piece, results.COLUMNS, c)
         is_block = both(block * c.SUM_BLOCK < results.HIDDEN, has_slot)
         tl.store(sum_codes.scales_of_sum(row_ptr, c) + block, scales, mask=is_block)
@@ -337,7 +353,7 @@ def _send_pieces(
     """
     PIECES: tl.constexpr = results.LINE_PIECES if IN_LINES else results.PIECES
     dtype: tl.constexpr = sent.rows.dtype.element_ty
-    EACH: tl.constexpr = 4 if c.SUM_BLOCK > 0 else 32 // dtype.primitive_bitwidth  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
+    EACH: tl.constexpr = c.SUM_COLUMNS if c.SUM_BLOCK > 0 else 32 // dtype.primitive_bitwidth  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
     num_sent = 0
     for item in tl.range(first, end * (c.W * PIECES), step, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         row_item = item // PIECES
@@ -521,7 +537,14 @@ def send_combine(
     key = ("send sums", rows.dtype, hidden_size, row_stride, slot_weights is None, per_row)
     launch = exchange.launches.get(key)
     if launch is None:
-        columns = min(_SENT_COLUMNS, max(4, layout.sum_block, next_power_of_two(hidden_size)))
+        columns = max(4, layout.sum_block, next_power_of_two(hidden_size))
+        line_parts, num_warps = _LINE_PARTS, _WARPS
+        if layout.sum_row_scale:
+            # The scale of the row is needed for the first code.
+            line_parts = max(line_parts, next_power_of_two(layout.sum_parts))
+            num_warps = max(_WARPS, _ROW_WARPS * columns // _SENT_COLUMNS)
+        else:
+            columns = min(columns, _SENT_COLUMNS)
         launch = exchange.launches[key] = prepare(
             *(exchange, _send_combine_kernel, [CHANGES] * 4, 2),
             results=constexprs.constants(
@@ -535,11 +558,11 @@ def send_combine(
                     exchange.peers.num_programs,
                     layout.chunk_tokens * layout.world_size * -(-hidden_size // columns),
                 ),
-                LINE_PARTS=_LINE_PARTS,
-                LINE_PIECES=-(-layout.sum_parts // _LINE_PARTS),
+                LINE_PARTS=line_parts,
+                LINE_PIECES=-(-layout.sum_parts // line_parts),
                 PER_ROW=per_row,
             ),
-            num_warps=_WARPS,
+            num_warps=num_warps,
             **EXACT,
             **overlapping(rows.device),
         )

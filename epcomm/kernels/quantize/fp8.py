@@ -138,24 +138,40 @@ def quantize_blocks(
 
 
 @triton.jit
-def _quantize_blocks_fp4(
-    x: tl.tensor, HAS_ROW_SCALE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return bytes [blocks, columns / 2], scales [blocks], and the bits of the scale of a row.
-
-    HAS_ROW_SCALE: x has all blocks of one row; otherwise the row has the scale 1.
-    The block 12 6 0.5 0, with powers of two, has the codes of 6 3 0 0 and the scale 128.
-    """
+def _finite_amax(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the bits of the largest magnitudes of blocks, 0 if not finite, and which are."""
     amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)
     is_finite = amax_bits < _INFINITY_BITS
-    amax_bits = tl.where(is_finite, amax_bits, 0)
-    if HAS_ROW_SCALE:
+    return tl.where(is_finite, amax_bits, 0), is_finite
+
+
+@triton.jit
+def row_amax_of(x: tl.tensor) -> tl.tensor:
+    """Return the largest magnitude of the finite blocks [blocks, columns] of a row, or of some."""
+    amax_bits, _ = _finite_amax(x)  # pyright: ignore[reportGeneralTypeIssues]
+    return tl.max(amax_bits.to(tl.float32, bitcast=True), axis=0)
+
+
+@triton.jit
+def row_scale_of(row_amax: tl.tensor) -> tl.tensor:
+    """Return the scale of a row with this largest magnitude: 2 of 5376."""
+    row_amax = tl.maximum(row_amax, _ROW_AMAX_FLOOR)
+    return tl.math.div_rn(row_amax, tl.zeros_like(row_amax) + _E4M3_MAX * _E2M1_MAX)
+
+
+@triton.jit
+def quantize_blocks_fp4(x: tl.tensor, row_scale: tl.tensor | None) -> tuple[tl.tensor, tl.tensor]:
+    """Return bytes [blocks, columns / 2] and scales [blocks], uint8.
+
+    row_scale: that of the row of all blocks, or None: scales of blocks are powers of two.
+    The block 12 6 0.5 0, with powers of two, has the codes of 6 3 0 0 and the scale 128.
+    """
+    amax_bits, is_finite = _finite_amax(x)  # pyright: ignore[reportGeneralTypeIssues]
+    if row_scale is not None:
         amax = amax_bits.to(tl.float32, bitcast=True)
-        row_amax = tl.maximum(tl.max(amax, axis=0), _ROW_AMAX_FLOOR)
-        row_scale = tl.math.div_rn(row_amax, tl.zeros_like(row_amax) + _E4M3_MAX * _E2M1_MAX)
-        row_factor = tl.math.div_rn(tl.zeros_like(row_amax) + 1.0, row_scale)
+        row_factor = tl.math.div_rn(tl.zeros_like(row_scale) + 1.0, row_scale)
         # Quotients that are not rounded correctly are below 2**-6.
-        quotient = quotient_of(amax, tl.zeros_like(row_amax) + _E2M1_MAX)
+        quotient = quotient_of(amax, tl.zeros_like(row_scale) + _E2M1_MAX)
         quotient = quotient_of(quotient, row_scale)
         quotient = tl.minimum(tl.maximum(quotient, _E4M3_NORMAL), _E4M3_MAX)
         bits = quotient.to(tl.int32, bitcast=True)
@@ -164,16 +180,14 @@ def _quantize_blocks_fp4(
         rounded = (code << 20).to(tl.float32, bitcast=True)
         factor = tl.math.div_rn(tl.zeros_like(amax) + row_factor, rounded)
         scale = tl.where(is_finite, code - (120 << 3), _E4M3_NAN).to(tl.uint8)
-        row_bits = row_scale.to(tl.int32, bitcast=True)
     else:
         exponent = _power_of_two(amax_bits, _E2M1_MAX_BITS)
         scale = tl.where(is_finite, exponent, _E8M0_NAN).to(tl.uint8)
         factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        row_bits = 0
     codes = tl.reshape(_e2m1_code(x * factor[:, None]), [x.shape[0], x.shape[1] // 2, 2])
     low, high = tl.split(codes)
     items = tl.where(is_finite[:, None], (low & 15) | (high << 4), 0)
-    return items.to(tl.uint8), scale, row_bits
+    return items.to(tl.uint8), scale
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -221,8 +235,10 @@ def _quantize_floats_kernel(
         tl.store(scale_ptr, scale, mask=is_block)
         tl.store(codes_ptr + row[:, None] * CODES_STRIDE + column, codes, mask=is_element)
     else:
-        items, scale, row_bits = _quantize_blocks_fp4(x, HAS_ROW_SCALE)  # pyright: ignore[reportGeneralTypeIssues]
+        row_scale = row_scale_of(row_amax_of(x)) if HAS_ROW_SCALE else None
+        items, scale = quantize_blocks_fp4(x, row_scale)  # pyright: ignore[reportGeneralTypeIssues]
         if HAS_ROW_SCALE:
+            row_bits = row_scale.to(tl.int32, bitcast=True)
             # The bytes of the row's scale, lowest first, then those of blocks, padded with zeros.
             PADDED: tl.constexpr = (BLOCKS_PER_ROW + 3) // 4 * 4
             is_byte = block_of_row < _ROW_SCALE_BYTES

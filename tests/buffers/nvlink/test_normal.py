@@ -36,7 +36,7 @@ from epcomm.quantization import (
 from epcomm.records import Handle, RowsCombineInput
 from epcomm.testing import buffer_suite
 from epcomm.testing.poison import poisoned_memory
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import GRADIENT_DTYPES, RowsPer, WireFormat
 from tests.buffers.nvlink.test_low_latency import (
     HIDDEN,
     MAX_TOKENS,
@@ -79,6 +79,11 @@ def test_buffer_keeps_its_contract(backend: str) -> None:
             buffer_suite.run_scenario(scenario, env_of(group, backend))
 
 
+def gradients_of(wire: WireFormat | None) -> WireFormat | None:
+    """Return the format in which gradients are sent beside sums: theirs, if they may have it."""
+    return wire if wire is not None and wire.dtype in GRADIENT_DTYPES else None
+
+
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("scenario", SLOW)
@@ -111,7 +116,9 @@ def test_quantised_sums_and_gradients_keep_the_contract(
     sums: WireFormat, scenario: str, backend: str
 ) -> None:
     with EPGroup() as group:
-        env = env_of(group, backend, combine=sums, backward=sums, hidden_size=300)
+        env = env_of(
+            group, backend, combine=sums, backward=gradients_of(sums), hidden_size=300
+        )
         on_gpus = group.device.type == "cuda"
         for each in buffer_suite.SCENARIOS if on_gpus else (scenario,):
             buffer_suite.run_scenario(each, env)
@@ -379,10 +386,8 @@ def test_living_ranks_go_on_without_one_that_missed_a_call(
     num_ranks: int, missed: str, wire: WireFormat | None
 ) -> None:
     kind, flags = (HastyBuffer, TRAINS) if missed == "dispatch" else (HastyStaticBuffer, NONE)
-    with (
-        EPGroup() as group,
-        opened(kind, group, combine_format=wire, backward_format=wire) as buffer,
-    ):
+    formats = {"combine_format": wire, "backward_format": gradients_of(wire)}
+    with EPGroup() as group, opened(kind, group, **formats) as buffer:
         call = call_of(2, group.rank, num_ranks, group.device)
         # All ranks take part in this batch, whose exchange plan names the dead rank.
         early = buffer.dispatch(replace(call, flags=flags))

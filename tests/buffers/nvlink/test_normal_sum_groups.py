@@ -17,17 +17,18 @@ from epcomm.buffers.nvlink.normal_row_budget import NVLinkRowBudgetBuffer
 from epcomm.buffers.sizes import CallShape
 from epcomm.calls.call import DispatchCall
 from epcomm.dispatchers.autograd import Sending, combine_rows, dispatch_rows
+from epcomm.kernels.nvlink.common.layout import SUM_FORMATS
 from epcomm.ops.slots import dot_rows, gather_rows
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import dequantize, quantize
 from epcomm.records import Handle, RowsCombineInput
 from epcomm.spec import BufferSpec
-from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor
+from epcomm.types import RowsPer, WireFormat, WireTensor
 from tests.dispatchers.test_sum_groups import TOKENS, Batch, E, H, K, compute, expected
 
-FP8, MXFP8 = WireFormat(dtype=WireDtype.FP8_E4M3), WireFormat(dtype=WireDtype.MXFP8)
+FP8, MXFP8, NVFP4 = SUM_FORMATS
 # The format of gradients for each format of sums: another one, so that a mistake shows.
-GRADIENTS = {None: None, FP8: MXFP8, MXFP8: FP8}
+GRADIENTS = {None: None, FP8: MXFP8, MXFP8: FP8, NVFP4: FP8}
 TRAINS = BatchFlags.GRAD_ENABLED | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
 
 
@@ -152,7 +153,7 @@ def check_groups(
         (NVLinkBuffer, 2, torch.bfloat16, None),
         (NVLinkBuffer, 4, torch.float32, None),
         (NVLinkBuffer, 1, torch.bfloat16, FP8),
-        (NVLinkBuffer, 2, torch.bfloat16, MXFP8),
+        (NVLinkBuffer, 2, torch.bfloat16, NVFP4),
         # A host takes many seconds to compile the kernels of each.
         *(
             pytest.param(*case, marks=pytest.mark.slow)
@@ -163,7 +164,9 @@ def check_groups(
                 (NVLinkBuffer, 2, torch.float32, None),
                 (NVLinkStaticBuffer, 4, torch.bfloat16, None),
                 (NVLinkRowBudgetBuffer, 4, torch.bfloat16, None),
+                (NVLinkBuffer, 2, torch.bfloat16, MXFP8),
                 (NVLinkStaticBuffer, 1, torch.float16, MXFP8),
+                (NVLinkStaticBuffer, 4, torch.float32, NVFP4),
                 (NVLinkRowBudgetBuffer, 4, torch.float32, FP8),
             )
         ),

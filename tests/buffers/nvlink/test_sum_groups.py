@@ -19,14 +19,15 @@ from epcomm.buffers.nvlink.memory import SymmetricMemory
 from epcomm.buffers.sizes import CallShape
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import RankNames, ShapeError
+from epcomm.kernels.nvlink.common.layout import SUM_FORMATS
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import dequantize, quantize
 from epcomm.spec import BufferSpec
-from epcomm.types import RowsPer, WireDtype, WireFormat
+from epcomm.types import RowsPer, WireFormat
 from tests.buffers.nvlink.test_return_slots import results_of
 from tests.cases.specs import BF16, buffer_spec
 
-FP8, MXFP8 = WireFormat(dtype=WireDtype.FP8_E4M3), WireFormat(dtype=WireDtype.MXFP8)
+FP8, MXFP8, NVFP4 = SUM_FORMATS
 NAN = float("nan")
 HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS = 20, 5, 4, 3
 # The most tokens that a rank sends in lines: with 2, ranks of one batch differ, by their T.
@@ -140,7 +141,7 @@ class Batch:
         (2, 2, MIXED, False, BF16),
         (2, 2, MIXED, True, BF16),
         (2, 1, MIXED, False, FP8),
-        (2, 2, MIXED, False, MXFP8),
+        (2, 2, MIXED, False, NVFP4),
         # An interpreter takes many seconds for these.
         *(
             pytest.param(*case, marks=pytest.mark.slow)
@@ -151,7 +152,9 @@ class Batch:
                 (4, 4, IN_LINES, False, BF16),
                 (4, 2, IN_BULK, True, BF16),
                 (4, 1, IN_BULK, False, FP8),
+                (2, 2, MIXED, False, MXFP8),
                 (4, 2, IN_LINES, False, MXFP8),
+                (4, 2, IN_LINES, False, NVFP4),
             )
         ),
     ],

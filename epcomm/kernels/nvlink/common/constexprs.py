@@ -78,6 +78,9 @@ class Layout:
     SUM_PARTS: tl.constexpr
     SUM_BLOCK: tl.constexpr
     SUM_EXPONENTS: tl.constexpr
+    SUM_ROW_SCALE: tl.constexpr
+    SUM_COLUMNS: tl.constexpr
+    SCALED_WORDS: tl.constexpr
     SUM_SCALE_LINES: tl.constexpr
     RETURN_WORDS: tl.constexpr
     HAS_E4M3: tl.constexpr

@@ -30,10 +30,12 @@ LINE_BYTES = 24 if is_triton_interpreted() else 16
 SHORT_LINE_BYTES = 8
 # The most lines that hold a part of a row: one for each thread of a program that receives them.
 PART_LINES = 128
-# Words of codes of 8 bits that have one word of scales, in each of SUM_FORMATS.
-SCALED_WORDS = 32
-# The formats of quantised sums. Their scales depend on blocks alone: a kernel has a part of a row.
-SUM_FORMATS = (WireFormat(dtype=WireDtype.FP8_E4M3), WireFormat(dtype=WireDtype.MXFP8))
+# Most columns of a sum that has a scale of the row: a program of low latency has the whole row.
+MAX_ROW_SCALE_COLUMNS = 16384
+# The formats of quantised sums.
+SUM_FORMATS = tuple(
+    WireFormat(dtype=dtype) for dtype in (WireDtype.FP8_E4M3, WireDtype.MXFP8, WireDtype.NVFP4)
+)
 # Most ranks of low latency: kernels keep sets of them as bits of an int32, and one bit of an abort.
 MAX_LINE_RANKS = 30
 # Most rows that return to the source of a token: kernels keep sets of them as bits of an int32.
@@ -141,7 +143,8 @@ class LowLatencyLayout(MemoryLayout):
     Group q of rank d is number d * groups + q. Or each slot returns.
 
     sum_block: the columns of a quantised sum that share a scale, 0 without combine_format.
-    sum_exponents: these scales are powers of two.
+    sum_exponents: these scales are powers of two.   sum_row_scale: the row has one too, of codes of
+        4 bits.
     line_tokens: the most tokens that a rank sends in lines; it receives their sums in lines too. 0:
         no rank sends lines.   data_words, scale_words, return_words: the words of a row, of its
         scales and of a sum.   data_plane, scale_plane: the words of their planes, see lines.py.
@@ -171,6 +174,7 @@ class LowLatencyLayout(MemoryLayout):
     returns_slots: bool = False
     sum_block: int = 0
     sum_exponents: bool = False
+    sum_row_scale: bool = False
 
     @property
     def metadata_bytes(self) -> int:
@@ -217,11 +221,22 @@ class LowLatencyLayout(MemoryLayout):
         """The programs that share the lines of a row and of its scales, a line each thread."""
         return -(-self.row_lines // PART_LINES)
 
+    @property
+    def sum_columns(self) -> int:
+        """The columns of a word of codes of a quantised sum."""
+        return 8 if self.sum_row_scale else 4
+
+    @property
+    def scaled_words(self) -> int:
+        """The words of codes that have one word of scales, in each of SUM_FORMATS."""
+        return 8 if self.sum_row_scale else 32
+
     @cached_property
     def sum_lines(self) -> int:
-        """The lines from one sum to the next."""
-        scale_words = -(-self.return_words // SCALED_WORDS) if self.sum_block else 0
-        return self.sum_scale_lines + _num_lines(scale_words, PART_LINES // SCALED_WORDS)
+        """The lines from one sum to the next, the last one with the scale of the row."""
+        scale_words = -(-self.return_words // self.scaled_words) if self.sum_block else 0
+        scale_lines = _num_lines(scale_words, PART_LINES // self.scaled_words)
+        return self.sum_scale_lines + scale_lines + self.sum_row_scale
 
     @property
     def sum_parts(self) -> int:

@@ -120,7 +120,7 @@ def receive_combine_lines_kernel(
     is_line = both((lane < c.RETURN_PLANE) & (line < c.SUM_SCALE_LINES), is_awaited)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     words_dtype: tl.constexpr = tl.float32 if c.SUM_BLOCK > 0 else dtype
-    EACH: tl.constexpr = 4 if c.SUM_BLOCK > 0 else 32 // dtype.primitive_bitwidth
+    EACH: tl.constexpr = c.SUM_COLUMNS if c.SUM_BLOCK > 0 else 32 // dtype.primitive_bitwidth
     is_token = token < num_tokens
     out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
     living, sent, weights = (), (), ()
@@ -165,12 +165,17 @@ def receive_combine_lines_kernel(
             word0, word1, word2, flags = load_lines(sums, line, is_part)  # pyright: ignore[reportGeneralTypeIssues]
             is_late = flags != epoch
             if c.SUM_BLOCK > 0:
-                scale_line = c.SUM_SCALE_LINES + line // sum_codes.SCALED_WORDS
+                scale_line = c.SUM_SCALE_LINES + line // c.SCALED_WORDS
                 scale0, scale1, scale2, flags = load_lines(sums, scale_line, is_part)  # pyright: ignore[reportGeneralTypeIssues]
                 is_late |= flags != epoch
-                word0 = sum_codes.restore_words(word0, scale0, c)
-                word1 = sum_codes.restore_words(word1, scale1, c)
-                word2 = sum_codes.restore_words(word2, scale2, c)
+                row_scale = None
+                if c.SUM_ROW_SCALE:
+                    bits, _bits, _bits, flags = load_lines(sums, line * 0 + (c.SUM_LINES - 1), is_part)  # pyright: ignore[reportGeneralTypeIssues]
+                    is_late |= flags != epoch
+                    row_scale = bits.to(tl.float32, bitcast=True)
+                word0 = sum_codes.restore_words(word0, scale0, row_scale, c)
+                word1 = sum_codes.restore_words(word1, scale1, row_scale, c)
+                word2 = sum_codes.restore_words(word2, scale2, row_scale, c)
             # A rank that refuses sends nothing. Of all others each row is awaited: the next batch
             # may write another rank's to the same position.
             is_absent = is_part & (code == 0) & is_late

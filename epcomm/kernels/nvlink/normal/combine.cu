@@ -13,7 +13,8 @@
 //
 // With IS_QUANTIZED a sum is rounded as rows are, and sent as codes with scales, see codes.cu; a reducer
 // multiplies them again. They are in pieces of the same columns as those of rows: the scales of a piece,
-// then its codes.
+// then its codes. With HAS_ROW_SCALE the scale of the row follows its pieces. No code is known before the
+// whole sum: a warp keeps it, rounded as rows are, in memory of its own, and then reads it again.
 //
 // Memory order: a rank signals that it has begun a combine, so it no longer reads the sums of the
 // previous one. A rank that has this signal stores there, and releases the number of the combine into
@@ -50,8 +51,14 @@ constexpr int WARPS = SENDERS + 1 + REDUCERS;
 // A lane's part of a vector of the warp.
 typedef uint4 Numbers;
 struct Codes {
-    u32 codes[NUMBERS / 4];
+    u32 codes[HAS_ROW_SCALE ? 1 : NUMBERS / 4];
     u32 scale;
+};
+// Sums whose codes are not known yet.
+struct Kept {
+    Numbers* memory;  // of all senders
+    u32 first;        // vector of a lane, whose vectors are 32 apart
+    int largest;      // the bits of the largest magnitude of finite blocks
 };
 template <bool>
 struct SumOf { typedef Numbers type; };
@@ -62,6 +69,8 @@ template <class Part>
 constexpr bool IS_CODES = false;
 template <>
 constexpr bool IS_CODES<Codes> = true;
+template <>
+constexpr bool IS_CODES<Kept> = true;
 constexpr int SUMS_COUNTER = IS_QUANTIZED ? 5 : 3;
 // Blocks of a vector of the warp, and the bytes of a piece's scales.
 constexpr int BLOCKS = 32 * NUMBERS / BLOCK;
@@ -70,11 +79,11 @@ constexpr int PIECE_SCALES = UNROLL * BLOCKS * SCALE_BYTES_OF_BLOCK;
 template <class Part>
 constexpr int PIECE_BYTES = PIECE;
 template <>
-constexpr int PIECE_BYTES<Codes> = PIECE_SCALES + PIECE / NUMBER_BYTES;
+constexpr int PIECE_BYTES<Codes> = PIECE_SCALES + PIECE / NUMBER_BYTES / CODES_OF_BYTE;
 template <class Part>
 constexpr int BYTES_OF_ROW = ROW_BYTES;
 template <>
-constexpr int BYTES_OF_ROW<Codes> = (PIECES * PIECE_SCALES + HIDDEN + 15) / 16 * 16;
+constexpr int BYTES_OF_ROW<Codes> = (PIECES * PIECE_SCALES + HIDDEN / CODES_OF_BYTE + 15) / 16 * 16;
 // The stages of a ring, by what they hold: more of codes, whose pieces are short.
 template <class Part>
 constexpr int STAGES_OF = RING;
@@ -109,10 +118,11 @@ struct Arguments {
     int max_polls;
     const int* first_slot;  // of each expert; read with GROUPS > 1
     const i64* ids;         // of each token; the same
+    Numbers* kept;          // PIECES * PIECE bytes of each sender; used with HAS_ROW_SCALE
 };
 
 // The numbers of a vector, as float32.
-__device__ void unpack(float (&values)[NUMBERS], uint4 v) {
+__device__ void unpack(float (&values)[NUMBERS], uint4 v, float = 1.0f) {
     const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -139,8 +149,10 @@ __device__ uint4 packed(const float (&sum)[NUMBERS]) {
     return {words[0], words[1], words[2], words[3]};
 }
 
-__device__ void unpack(float (&values)[NUMBERS], const Codes& part) {
-    dequantize(values, part.codes, scale_of_bits(part.scale));
+// `of_row`: the scale of the row, where it has one.
+__device__ void unpack(float (&values)[NUMBERS], const Codes& part, float of_row) {
+    const float scale = scale_of_bits(part.scale);
+    dequantize(values, part.codes, HAS_ROW_SCALE ? __fmul_rn(scale, of_row) : scale);
 }
 
 // Sums that become codes are in chunks of 16 columns a lane: their codes are a vector, and few lanes have a
@@ -171,19 +183,21 @@ __device__ void load_part(Numbers& part, u32 piece, u32 lane, int u) {
 template <class To>
 __device__ void load_part(Codes& part, u32 piece, u32 lane, int u) {
     const int block = BLOCKS * u + lane * NUMBERS / BLOCK;
-    load_shared(part.codes, piece + PIECE_SCALES + NUMBERS * (lane + 32 * u));
+    load_shared(part.codes, piece + PIECE_SCALES + NUMBERS * (lane + 32 * u) / CODES_OF_BYTE / 4 * 4);
+    // Two lanes share a word.
+    if (NUMBERS / CODES_OF_BYTE < 4) part.codes[0] >>= lane % 2 * 16;
     load_shared(part.scale, piece + block * SCALE_BYTES_OF_BLOCK / 4 * 4);
-    if (HAS_EXPONENTS) part.scale = part.scale >> block % 4 * 8 & 0xff;
+    if (SCALE_BYTES_OF_BLOCK == 1) part.scale = part.scale >> block % 4 * 8 & 0xff;
 }
 
 // Rounded twice, as plain torch does: a product, unless all weights are 1, and a sum, unless the vector is
-// the first one.
+// the first one. The weight of codes is the scale of their row.
 template <bool HAS_WEIGHTS, bool IS_FIRST, class Part>
 __device__ void add(float (&sum)[UNROLL][NUMBERS], const Part (&parts)[UNROLL], float weight) {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
         float values[NUMBERS];
-        unpack(values, parts[u]);
+        unpack(values, parts[u], weight);
 #pragma unroll
         for (int i = 0; i < NUMBERS; ++i) {
             const float value = HAS_WEIGHTS ? __fmul_rn(values[i], weight) : values[i];
@@ -221,17 +235,22 @@ __device__ void store_sums(const float (&sum)[UNROLL][NUMBERS], Numbers* to, int
     }
 }
 
-// Round the sums of a lane as rows are, and find the largest magnitude of each chunk. Of the piece, `left`
-// columns are in the row.
-__device__ void round_sums(float (&values)[CHUNKS][16], float (&largest)[CHUNKS],
-                           const float (&sum)[UNROLL][NUMBERS], u32 lane, int left) {
-    u32 pairs[CHUNKS];
+// Vector u of the sums of a lane, rounded as rows are. Of the piece, `left` columns are in the row.
+__device__ Numbers rounded(const float (&sum)[UNROLL][NUMBERS], int u, u32 lane, int left) {
+    Numbers v = packed(sum[u]);
+    // Behind the end of a row is what was in shared memory before.
+    if (!IS_WHOLE && (int)byte_of<Codes>(lane, u) / NUMBER_BYTES >= left) v = {0, 0, 0, 0};
+    return v;
+}
+
+// Unpack the vectors of chunks, `vector_at(u)` each, and find the largest magnitude of each chunk.
+template <int NUM, class F>
+__device__ void unpack_chunks(float (&values)[NUM][16], float (&largest)[NUM], F vector_at) {
+    u32 pairs[NUM];
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
+    for (int u = 0; u < NUM * CHUNK_VECTORS; ++u) {
         const int c = u / CHUNK_VECTORS, i = u % CHUNK_VECTORS;
-        uint4 v = packed(sum[u]);
-        // Behind the end of a row is what was in shared memory before.
-        if (!IS_WHOLE && (int)byte_of<Codes>(lane, u) / NUMBER_BYTES >= left) v = {0, 0, 0, 0};
+        const Numbers v = vector_at(u);
         float numbers[NUMBERS];
         unpack(numbers, v);
 #pragma unroll
@@ -240,7 +259,7 @@ __device__ void round_sums(float (&values)[CHUNKS][16], float (&largest)[CHUNKS]
         pairs[c] = i ? larger_magnitudes(pairs[c], of_vector) : of_vector;
     }
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
+    for (int c = 0; c < NUM; ++c) {
         if (ROW_KIND == BFLOAT16) {
             largest[c] = larger_magnitude(__uint_as_float(pairs[c] << 16),
                                           __uint_as_float(pairs[c] & 0xffff0000u));
@@ -271,11 +290,13 @@ __device__ uint4 in_order(const u32 (&codes)[4], u32 turn) {
     return {words[0], words[1], words[2], words[3]};
 }
 
-__device__ void store_sums(const float (&sum)[UNROLL][NUMBERS], Codes* to, int piece) {
+// Of 8 bits, whose scales depend on blocks alone.
+template <class To>
+__device__ void store_sums(const float (&sum)[UNROLL][NUMBERS], To* to, int piece) {
     const u32 lane = current_lane();
     const int left = HIDDEN - piece * (PIECE / NUMBER_BYTES);
     float values[CHUNKS][16], largest[CHUNKS];
-    round_sums(values, largest, sum, lane, left);
+    unpack_chunks(values, largest, [&](int u) { return rounded(sum, u, lane, left); });
     u32 codes[CHUNKS][4];
     const u32 scale = quantize(codes, values, largest);
     char* scales = (char*)to + piece * PIECE_BYTES<Codes>;
@@ -290,6 +311,50 @@ __device__ void store_sums(const float (&sum)[UNROLL][NUMBERS], Codes* to, int p
     if (lane % (BLOCK / 16) >= CHUNKS || (!IS_WHOLE && (int)block * BLOCK >= left)) return;
     if (HAS_EXPONENTS) store_far((unsigned char*)scales + block, (unsigned char)scale);
     else store_far((u32*)scales + block, scale);
+}
+
+// Keep the sums of a piece, with the vectors of a chunk in the order of columns.
+__device__ void store_sums(const float (&sum)[UNROLL][NUMBERS], Kept* to, int piece) {
+    const u32 lane = current_lane();
+    const int left = HIDDEN - piece * (PIECE / NUMBER_BYTES);
+    float values[CHUNKS][16], largest[CHUNKS];
+    unpack_chunks(values, largest, [&](int u) {
+        const Numbers v = rounded(sum, u, lane, left);
+        to->memory[to->first + 32 * (piece * UNROLL + (u ^ turn_of(lane)))] = v;
+        return v;
+    });
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        const int bits = __float_as_int(largest[c]);
+        if (bits < INFINITY_BITS) to->largest = max(to->largest, bits);
+    }
+}
+
+// Store the codes and scales of the sums that are kept, when all of their row are. By all lanes.
+__device__ void store_codes(const Kept& kept, char* to) {
+    const u32 lane = current_lane();
+    const RowScale row = scale_of_row(__reduce_max_sync(ALL_LANES, kept.largest));
+    if (lane == 0) store_far((float*)(to + BYTES_OF_ROW<Codes>), row.scale);
+    // Chunks of this lane, each of which is a block.
+    const Numbers* vectors = kept.memory + kept.first;
+    Numbers next[CHUNK_VECTORS];
+#pragma unroll
+    for (int i = 0; i < CHUNK_VECTORS; ++i) next[i] = vectors[32 * i];
+#pragma unroll 1
+    for (int chunk = 0; chunk < PIECES * CHUNKS; ++chunk) {
+        float values[1][16], largest[1];
+        unpack_chunks(values, largest, [&](int i) { return next[i]; });
+        vectors += chunk + 1 < PIECES * CHUNKS ? 32 * CHUNK_VECTORS : 0;
+#pragma unroll
+        for (int i = 0; i < CHUNK_VECTORS; ++i) next[i] = vectors[32 * i];
+        u32 codes[2];
+        const u32 scale = quantize(codes, values[0], largest[0], row);
+        const int block = 32 * (chunk % CHUNKS) + (int)lane;
+        if (!IS_WHOLE && 16 * block >= HIDDEN - chunk / CHUNKS * (PIECE / NUMBER_BYTES)) continue;
+        char* scales = to + chunk / CHUNKS * PIECE_BYTES<Codes>;
+        store_far((uint2*)(scales + PIECE_SCALES) + block, uint2{codes[0], codes[1]});
+        store_far((unsigned char*)scales + block, (unsigned char)scale);
+    }
 }
 
 // Rows that are added up: one of each lane in `mask`, with its address and its weight.
@@ -379,7 +444,9 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
 #pragma unroll 1
         while (left) {
             float weight = 1.0f;
-            if (HAS_WEIGHTS) weight = __shfl_sync(ALL_LANES, rows.weight, __ffs(left) - 1);
+            if (HAS_WEIGHTS || (HAS_ROW_SCALE && IS_CODES<From>)) {
+                weight = __shfl_sync(ALL_LANES, rows.weight, __ffs(left) - 1);
+            }
             const bool is_first = bias == nullptr && left == rows.mask;
             left &= left - 1;
             if constexpr (IS_QUANTIZED) {
@@ -494,6 +561,19 @@ __device__ Rows take_group(Rows& rows) {
     return part;
 }
 
+// Send a sum to `to`, and begin to bring in the rows of `next`.
+template <bool HAS_WEIGHTS>
+__device__ void send_sum(const Arguments& a, Ring& ring, const Rows& rows, const Rows& next, char* to) {
+    if constexpr (HAS_ROW_SCALE) {
+        const u32 sender = blockIdx.x * SENDERS + threadIdx.x / 32;
+        Kept kept = {a.kept, sender * (PIECES * UNROLL * 32) + current_lane(), 0};
+        add_rows<HAS_WEIGHTS, Numbers>(ring, rows, next, nullptr, &kept);
+        store_codes(kept, to);
+    } else {
+        add_rows<HAS_WEIGHTS, Numbers>(ring, rows, next, nullptr, (Sum*)to);
+    }
+}
+
 // Send items p, p + P, ... of block p: sums of ITEM_ROWS rows of one source each.
 __device__ void send(const Arguments& a, Ring& ring, u32* num_completed, int num_items) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -522,9 +602,9 @@ __device__ void send(const Arguments& a, Ring& ring, u32* num_completed, int num
                 }
                 const Rows following = take_group(rows);
                 const i64 sum = ((i64)a.rank * MAX_TOKENS + place) * GROUPS + part.group;
-                Sum* to = (Sum*)(home + RETURNED_AT + sum * RETURN_BYTES);
-                if (a.weights != nullptr) add_rows<true, Numbers>(ring, part, following, nullptr, to);
-                else add_rows<false, Numbers>(ring, part, following, nullptr, to);
+                char* to = (char*)(home + RETURNED_AT + sum * RETURN_BYTES);
+                if (a.weights != nullptr) send_sum<true>(a, ring, part, following, to);
+                else send_sum<false>(a, ring, part, following, to);
                 part = following;
             } while (!is_last);
             if (a.scalars != nullptr && lane < TOP_K) {
@@ -603,7 +683,10 @@ __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_faile
         const int row = GROUPS > 1 ? __shfl_sync(ALL_LANES, place, lane / GROUPS) : place;
         const u32 mask = __ballot_sync(ALL_LANES, row >= 0 && !is_void) & groups;
         const i64 target = ((i64)(lane / GROUPS) * MAX_TOKENS + row) * GROUPS + lane % GROUPS;
-        const Rows rows = {a.own + RETURNED_AT + target * RETURN_BYTES, 1.0f, mask};
+        Rows rows = {a.own + RETURNED_AT + target * RETURN_BYTES, 1.0f, mask};
+        if (HAS_ROW_SCALE && mask >> lane & 1) {
+            rows.weight = __uint_as_float(watched(rows.from + BYTES_OF_ROW<Codes>));
+        }
         char* to = a.out + (i64)token * ROW_BYTES;
         const float* bias = a.bias == nullptr ? nullptr : a.bias + (i64)token * HIDDEN;
         // The copy engine reads what was acquired by loads.

@@ -65,6 +65,7 @@ def program_of(layout: NormalLayout, form: SumForm) -> Program:
         "IS_QUANTIZED": int(form.sums is not None),
         "BLOCK": sums.scale_block or 0,
         "HAS_EXPONENTS": int(sums.has_exponents),
+        "HAS_ROW_SCALE": int(sums.dtype.has_row_scale),
         "STAGES": STAGES,
     }
     return Program(
@@ -114,7 +115,7 @@ def combine_rows(
     Returns: [T, H], contiguous, in the dtype of rows; NaN if the call has failed.
     Collective: yes.   Host sync: none.   Graph capture: after one call.
     Allocates: the sums; copies of rows and bias that are not multiples of 16 bytes, or do not begin
-        at one.
+        at one; for sums with a scale of the row, memory of a sum for each sender.
     """
     hidden_size, rows = rows.shape[1], in_vectors(rows)
     if bias is not None:
@@ -145,8 +146,13 @@ def combine_rows(
         if sums is not None:
             # Quantised gradients have counters of their own.
             arguments.counters += GRADIENT_COUNTERS_AT
+    num_blocks = launch.blocks(num_sms)
+    if sums is not None and sums.dtype.has_row_scale:
+        row_bytes = align_up(rows.shape[1] * rows.itemsize, PIECE)
+        kept = rows.new_empty(num_blocks * SENDERS * row_bytes, dtype=torch.uint8)
+        arguments.kept = kept.data_ptr()
     with on_device(rows.device):
-        launch.kernel.launch(launch.blocks(num_sms), arguments)
+        launch.kernel.launch(num_blocks, arguments)
     return out if rows.shape[1] == hidden_size else out[:, :hidden_size].contiguous()
 
 

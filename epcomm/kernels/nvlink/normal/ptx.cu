@@ -235,6 +235,12 @@ __device__ float larger_magnitude(float a, float b) {
     return larger;
 }
 
+__device__ float magnitude_of(float value) {
+    float magnitude;
+    asm("abs.f32 %0, %1;" : "=f"(magnitude) : "f"(value));
+    return magnitude;
+}
+
 // Codes of e4m3 in a word, the first in the lowest byte. Numbers above 448 become 448.
 __device__ u32 as_e4m3(float a, float b, float c, float d) {
     u32 four;

@@ -136,14 +136,20 @@ def test_y_is_the_float32_sum_of_quantised_host_sums(combine_dtype: WireDtype) -
 
 
 @pytest.mark.parametrize("mode", [Mode.NORMAL, Mode.LOW_LATENCY])
-def test_plan_states_the_bytes_of_sums_over_nvlink(mode: Mode) -> None:
+@pytest.mark.parametrize(
+    ("combine_dtype", "num_bytes"),
+    [(WireDtype.MXFP8, 152 + 5), (WireDtype.NVFP4, 76 + 4 + 12)],
+)
+def test_plan_states_the_bytes_of_sums_over_nvlink(
+    combine_dtype: WireDtype, num_bytes: int, mode: Mode
+) -> None:
     config = EPConfig(
-        mode=mode, backend="nvlink", combine_dtype=WireDtype.MXFP8, max_tokens_per_rank=8
+        mode=mode, backend="nvlink", combine_dtype=combine_dtype, max_tokens_per_rank=8
     )
     chosen = plan(config, spec_of(4), world_size=4, machine=DEVICES["h200"])
     # Without a gap after the scales.
     bytes_of_token = [each.max_bytes_per_token()["combine"] for each in chosen.phases().values()]
-    assert set(bytes_of_token) == {3 * (152 + 5)}
+    assert set(bytes_of_token) == {3 * num_bytes}
 
 
 def test_other_formats_sizes_and_backends_are_refused() -> None:
@@ -165,8 +171,11 @@ def test_other_formats_sizes_and_backends_are_refused() -> None:
     ):
         chosen = plan(replace(config, combine_dtype_with_gradients=permits), spec_of(4))
         assert f"; trainable: {said}; " in chosen.explain()
-    with pytest.raises(BackendUnavailable, match="sums as bf16, fp8_e4m3, mxfp8, not as nvfp4"):
-        plan(replace(config, backend="nvlink"), spec_of(4), world_size=4, machine=DEVICES["h200"])
+    wide, decode = replace(spec_of(4), hidden_size=16400), replace(config, mode="low_latency")
+    decode = replace(decode, backend="nvlink", max_tokens_per_rank=8)
+    with pytest.raises(BackendUnavailable, match="nvfp4 of at most 16384 columns") as caught:
+        plan(decode, wide, world_size=4, machine=DEVICES["h200"])
+    assert "\n" not in str(caught.value)
 
 
 @torch.enable_grad()

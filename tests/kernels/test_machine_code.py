@@ -20,12 +20,13 @@ ACQUIRED, DROP_L1 = "LDG.E.STRONG.SYS", "CCTL.IVALL"
 BARRIER, FENCE = "BAR.SYNC.DEFER_BLOCKING", "MEMBAR.ALL.SYS"
 
 # Kernels that move rows between memories of GPUs, or within one.
-QUANTIZED_SUMS = ("fp8_e4m3/128", "mxfp8")
+QUANTIZED_SUMS = ("fp8_e4m3/128", "mxfp8", "nvfp4")
 SENT_SUMS = [f"send combine {sums}" for sums in QUANTIZED_SUMS]
 SUMS = [f"receive combine {sums}" for sums in QUANTIZED_SUMS]
 SUMS_IN_LINES = [f"receive lines {sums}" for sums in QUANTIZED_SUMS]
 MOVERS = [
-    *(*SENT_SUMS, *SUMS),
+    # A thread has 8 bytes of the codes of nvfp4.
+    *(name for name in (*SENT_SUMS, *SUMS) if "nvfp4" not in name),
     *("send dispatch bf16", "send dispatch fp8", "send dispatch int8", "send dispatch odd"),
     *("send dispatch words", "send combine", "send combine groups", "send combine slots"),
     *("receive combine", "receive combine groups", "receive combine slots"),
@@ -57,7 +58,9 @@ WAITERS = [
 ]
 # Kernels whose results are bit-equal to plain torch.
 EXACT = [
-    *(*SENT_SUMS, *SUMS, *SUMS_IN_LINES),
+    # Fused operations correct quotients of nvfp4.
+    *(name for name in SENT_SUMS if "nvfp4" not in name),
+    *(*SUMS, *SUMS_IN_LINES),
     *("dots bf16", "sums bf16 weighted", "sums fp32", "sums of parts", "fp8 bf16"),
     *("fp8 powers of two", "fp8 without hardware", "int8 rint127", "int8 hidden"),
     *("int8 down 64", "int8 down odd"),
@@ -155,8 +158,8 @@ def test_release_of_a_buffer_needs_no_fence(code: Code) -> None:
         ("receive lines", "combined", 8),
         ("receive lines groups", "combined", 32),
         ("receive lines slots", "combined", 8),
-        # And as many of scales.
-        *((name, "combined", 16) for name in SUMS_IN_LINES),
+        # And as many of scales, of blocks and of rows.
+        *((name, "combined", 24 if "nvfp4" in name else 16) for name in SUMS_IN_LINES),
     ],
 )
 def test_a_look_loads_each_line_once(kernel: str, first: str, num_lines: int, code: Code) -> None:

@@ -21,12 +21,11 @@ from epcomm.calls.faults import DeviceFaults
 from epcomm.calls.order import Calls
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, describe_ranks
 from epcomm.kernels.nvlink.common.exchange import LayoutT, PeerBlocks
-from epcomm.kernels.nvlink.common.layout import SUM_FORMATS
 from epcomm.platforms.cuda import cuda_reasons, triton_reasons
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import NUM_BUFFERS, BatchFlags
 from epcomm.spec import Availability, BufferSpec
-from epcomm.types import WireDtype, WireTensor, align_up
+from epcomm.types import SUM_DTYPES, WireDtype, WireTensor, align_up
 
 if TYPE_CHECKING:
     # Plans read this module on machines without Triton.
@@ -45,7 +44,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
     needs_one_host: ClassVar[bool] = True
     needs_nvlink: ClassVar[bool] = True
     needs_process_group: ClassVar[bool] = True
-    combine_dtypes: ClassVar[frozenset[WireDtype]] = frozenset(each.dtype for each in SUM_FORMATS)
+    combine_dtypes: ClassVar[frozenset[WireDtype]] = SUM_DTYPES
     # Receive buffers, unless the specification asks for another number. Tests also use 1, where a
     # missing wait fails immediately.
     num_buffers: ClassVar[int] = NUM_BUFFERS

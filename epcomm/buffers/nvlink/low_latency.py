@@ -43,6 +43,8 @@ from epcomm.records import ExchangePlan, Pending
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import FLOAT32_SUM_DTYPES, Int8Profile, Layout, RowsPer, WireDtype, WireTensor
 
+# Most columns of a sum that has a scale of the row: a program has the whole row.
+_ROW_COLUMNS = 16384
 # An interpreter runs the programs of a grid one after another, so more programs only take more
 # time.
 _INTERPRETED_PROGRAMS = 2
@@ -94,6 +96,9 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             reasons.append(f"returns at most {MAX_RETURNED_ROWS} slots a token, not {spec.top_k}")
         if (spec.returns_slots or spec.sums_at_source) and spec.combine_format is not None:
             reasons.append(f"returns slots as {spec.hidden_format}, not as {spec.combine_format}")
+        sums = spec.combine_format
+        if sums is not None and sums.dtype.has_row_scale and spec.hidden_size > _ROW_COLUMNS:
+            reasons.append(f"returns {sums} of at most {_ROW_COLUMNS} columns")
         reasons += sizes.group_reasons(spec, world_size)
         if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:
             reasons.append("gives every expert the same capacity, so expert_alignment must be 1")

@@ -107,23 +107,14 @@ def _sum_of_parts(
         place = index * c.M + tl.cast(token, tl.int64)
         if weights_ptr is not None:
             place = tl.cast(token, tl.int64) * c.PARTS + index
-        if c.SUM_BLOCK > 0:
+        if c.SUM_ROW_SCALE:
+            row_ptr = row_at(buffer_address + c.RETURNED_AT, place, tl.int32, c)
+            part = sum_codes.load_row(row_ptr, block, is_there, c)
+        elif c.SUM_BLOCK > 0:
             row_ptr = row_at(buffer_address + c.RETURNED_AT, place, tl.uint8, c)
             scales_ptr = sum_codes.scales_of_sum(row_ptr, c) + block
-            if c.SUM_ROW_SCALE:
-                # Two words of codes for each block.
-                word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
-                is_word = both(word < c.RETURN_WORDS, is_there)
-                words_ptr = sum_codes.word_of_row(row_ptr, word, tl.int32)
-                words = tl.ravel(tl.load(words_ptr, mask=is_word, other=0))
-                codes = tl.reshape(sum_codes.codes_of_words(words, c), column.shape)
-            else:
-                codes = tl.load(row_ptr + column, mask=both(is_element, is_there), other=0)
+            codes = tl.load(row_ptr + column, mask=both(is_element, is_there), other=0)
             scales = tl.load(scales_ptr, mask=both(is_block, is_there), other=0)
-            if c.SUM_ROW_SCALE:
-                scale_ptr = sum_codes.word_of_row(row_ptr, c.RETURN_WORDS, tl.float32)
-                row_scale = tl.load(scale_ptr, mask=is_there, other=0.0)
-                scales = sum_codes.scales_in_row(scales, row_scale, c)
             part = sum_codes.restore_sums(codes, scales[:, None], c)
         else:
             part_ptr = row_at(buffer_address + c.RETURNED_AT, place, dtype, c) + column

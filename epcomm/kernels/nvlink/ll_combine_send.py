@@ -66,9 +66,8 @@ from epcomm.kernels.rounding import cast
 # A whole row of 7168 elements, 32 for each thread: an item takes about 2 us whatever its size, and
 # two programs fit on an SM.
 _WARPS, _SENT_COLUMNS = 8, 8192
-# Warps for each _SENT_COLUMNS of a row that a program must have whole.
-_ROW_WARPS = 16
-# Slots of a row that a program adds at once. With 4, a program fills the registers of an SM.
+# Slots of a row that a program adds at once, 1 of whole rows. With 4, a program fills the registers
+# of an SM.
 _SLOTS = 2
 # Tokens of a rank for which one grid of senders suffices, and the most grids: several programs of
 # an SM have more loads under way than one that goes through more rows.
@@ -307,22 +306,19 @@ def _store_result(
             store_lines(to, scale_line, scale_words, epoch, is_scale)
         if row_scale is not None:
             bits = tl.zeros_like(at) + row_scale.to(tl.int32, bitcast=True)
-            # The first of these lines has the scale of the row in its last one.
+            # One lane stores the last line of the sum.
             last = at + (c.SUM_LINES - 1)
             store_lines(to, last, (bits, bits, bits), epoch, is_stored & (at == 0))  # pyright: ignore[reportArgumentType]
     elif c.SUM_BLOCK > 0:
         codes, scales = sum_codes.quantize_sums(blocks[0], row_scale, c)
         row_ptr = row_at(to, place, tl.uint8, c)
-        if row_scale is None:
-            tl.store(row_ptr + at, codes, mask=is_stored)
-        else:
-            word = tl.arange(0, results.COLUMNS // c.SUM_COLUMNS)
-            is_word = both(word * c.SUM_COLUMNS < results.HIDDEN, has_slot)
-            words = words_of(tl.ravel(codes))
-            tl.store(sum_codes.word_of_row(row_ptr, word, tl.int32), words, mask=is_word)
-            scale_ptr = sum_codes.word_of_row(row_ptr, c.RETURN_WORDS, tl.float32)
-            tl.store(scale_ptr, row_scale, mask=has_slot)
         block = sum_codes.blocks_of_sum(piece, results.COLUMNS, c)
+        if row_scale is not None:
+            # Two codes in a byte.
+            at = block[:, None] * (c.SUM_BLOCK // 2) + tl.arange(0, c.SUM_BLOCK // 2)[None, :]
+            is_stored = both(at < results.HIDDEN // 2, has_slot)
+            tl.store(row_at(to, place, tl.float32, c) + c.RETURN_WORDS, row_scale, mask=has_slot)
+        tl.store(row_ptr + at, codes, mask=is_stored)
         is_block = both(block * c.SUM_BLOCK < results.HIDDEN, has_slot)
         tl.store(sum_codes.scales_of_sum(row_ptr, c) + block, scales, mask=is_block)
     else:
@@ -542,7 +538,7 @@ def send_combine(
         if layout.sum_row_scale:
             # The scale of the row is needed for the first code.
             line_parts = max(line_parts, next_power_of_two(layout.sum_parts))
-            num_warps = max(_WARPS, _ROW_WARPS * columns // _SENT_COLUMNS)
+            num_warps = max(num_warps, _WARPS * columns // _SENT_COLUMNS)
         else:
             columns = min(columns, _SENT_COLUMNS)
         launch = exchange.launches[key] = prepare(
@@ -553,7 +549,7 @@ def send_combine(
                 HIDDEN=hidden_size,
                 COLUMNS=columns,
                 PIECES=-(-hidden_size // columns),
-                SLOTS=_SLOTS,
+                SLOTS=1 if layout.sum_row_scale else _SLOTS,
                 WORKERS=min(
                     exchange.peers.num_programs,
                     layout.chunk_tokens * layout.world_size * -(-hidden_size // columns),

@@ -138,7 +138,7 @@ def quantize_blocks(
 
 
 @triton.jit
-def _finite_amax(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def finite_amax(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Return the bits of the largest magnitudes of blocks, 0 if not finite, and which are."""
     amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)
     is_finite = amax_bits < _INFINITY_BITS
@@ -146,16 +146,9 @@ def _finite_amax(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def row_amax_of(x: tl.tensor) -> tl.tensor:
-    """Return the largest magnitude of the finite blocks [blocks, columns] of a row, or of some."""
-    amax_bits, _ = _finite_amax(x)  # pyright: ignore[reportGeneralTypeIssues]
-    return tl.max(amax_bits.to(tl.float32, bitcast=True), axis=0)
-
-
-@triton.jit
-def row_scale_of(row_amax: tl.tensor) -> tl.tensor:
-    """Return the scale of a row with this largest magnitude: 2 of 5376."""
-    row_amax = tl.maximum(row_amax, _ROW_AMAX_FLOOR)
+def row_scale_of(amax_bits: tl.tensor) -> tl.tensor:
+    """Return the scale of a row, from the finite_amax() of its blocks: 2 of 0 and 5376."""
+    row_amax = tl.maximum(tl.max(amax_bits.to(tl.float32, bitcast=True), axis=0), _ROW_AMAX_FLOOR)
     return tl.math.div_rn(row_amax, tl.zeros_like(row_amax) + _E4M3_MAX * _E2M1_MAX)
 
 
@@ -166,7 +159,7 @@ def quantize_blocks_fp4(x: tl.tensor, row_scale: tl.tensor | None) -> tuple[tl.t
     row_scale: that of the row of all blocks, or None: scales of blocks are powers of two.
     The block 12 6 0.5 0, with powers of two, has the codes of 6 3 0 0 and the scale 128.
     """
-    amax_bits, is_finite = _finite_amax(x)  # pyright: ignore[reportGeneralTypeIssues]
+    amax_bits, is_finite = finite_amax(x)  # pyright: ignore[reportGeneralTypeIssues]
     if row_scale is not None:
         amax = amax_bits.to(tl.float32, bitcast=True)
         row_factor = tl.math.div_rn(tl.zeros_like(row_scale) + 1.0, row_scale)
@@ -235,7 +228,7 @@ def _quantize_floats_kernel(
         tl.store(scale_ptr, scale, mask=is_block)
         tl.store(codes_ptr + row[:, None] * CODES_STRIDE + column, codes, mask=is_element)
     else:
-        row_scale = row_scale_of(row_amax_of(x)) if HAS_ROW_SCALE else None
+        row_scale = row_scale_of(finite_amax(x)[0]) if HAS_ROW_SCALE else None
         items, scale = quantize_blocks_fp4(x, row_scale)  # pyright: ignore[reportGeneralTypeIssues]
         if HAS_ROW_SCALE:
             row_bits = row_scale.to(tl.int32, bitcast=True)

@@ -116,9 +116,7 @@ def test_quantised_sums_and_gradients_keep_the_contract(
     sums: WireFormat, scenario: str, backend: str
 ) -> None:
     with EPGroup() as group:
-        env = env_of(
-            group, backend, combine=sums, backward=gradients_of(sums), hidden_size=300
-        )
+        env = env_of(group, backend, combine=sums, backward=gradients_of(sums), hidden_size=300)
         on_gpus = group.device.type == "cuda"
         for each in buffer_suite.SCENARIOS if on_gpus else (scenario,):
             buffer_suite.run_scenario(each, env)

@@ -241,6 +241,10 @@ inline u32 larger_magnitudes(u32 a, u32 b) {
     return low | high << 16;
 }
 inline float quotient_of(float a, float b) { return a / b; }
+inline float quotient_by(float a, float b, float) { return a / b; }
+inline u32 grown(u32 two) {
+    return as_float16(of_float16((u16)two) * 16384.0f, of_float16((u16)(two >> 16)) * 16384.0f);
+}
 inline float magnitude_of(float value) { return __int_as_float(__float_as_int(value) & 0x7fffffff); }
 inline float larger_magnitude(float a, float b) {
     const int x = __float_as_int(a) & 0x7fffffff, y = __float_as_int(b) & 0x7fffffff;

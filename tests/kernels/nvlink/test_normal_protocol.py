@@ -53,7 +53,9 @@ SPEC = BufferSpec(
     max_tokens_per_rank=MAX_TOKENS,
     batches_in_flight=1,
 )
-QUANTIZED = replace(SPEC, combine_format=combine.SUM_FORMATS[0])
+QUANTIZED, SCALED_ROWS = (
+    replace(SPEC, combine_format=combine.SUM_FORMATS[index]) for index in (0, 2)
+)
 # The polls of a wait, each of a millisecond.
 POLLS = 10_000
 
@@ -290,6 +292,7 @@ def test_kernels_keep_the_protocol_in_a_weak_memory(
     [
         pytest.param(replace(SPEC, sum_groups=WORLD_SIZE * NUM_LOCAL), id="sums of groups"),
         pytest.param(QUANTIZED, id="quantised sums"),
+        pytest.param(SCALED_ROWS, id="sums with a scale of the row"),
     ],
 )
 def test_other_sums_keep_the_protocol(

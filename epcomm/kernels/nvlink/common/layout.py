@@ -14,7 +14,7 @@ from functools import cached_property
 
 from epcomm.platforms.nvlink import is_triton_interpreted
 from epcomm.protocol import HEADER_WORDS
-from epcomm.types import WireDtype, WireFormat, align_up
+from epcomm.types import SUM_DTYPES, WireFormat, align_up
 
 # Regions begin at lines of the L2 cache.
 _LINE_BYTES = 128
@@ -30,12 +30,8 @@ LINE_BYTES = 24 if is_triton_interpreted() else 16
 SHORT_LINE_BYTES = 8
 # The most lines that hold a part of a row: one for each thread of a program that receives them.
 PART_LINES = 128
-# Most columns of a sum that has a scale of the row: a program of low latency has the whole row.
-MAX_ROW_SCALE_COLUMNS = 16384
 # The formats of quantised sums.
-SUM_FORMATS = tuple(
-    WireFormat(dtype=dtype) for dtype in (WireDtype.FP8_E4M3, WireDtype.MXFP8, WireDtype.NVFP4)
-)
+SUM_FORMATS = tuple(WireFormat(dtype=dtype) for dtype in sorted(SUM_DTYPES))
 # Most ranks of low latency: kernels keep sets of them as bits of an int32, and one bit of an abort.
 MAX_LINE_RANKS = 30
 # Most rows that return to the source of a token: kernels keep sets of them as bits of an int32.

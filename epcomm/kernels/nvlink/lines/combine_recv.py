@@ -170,9 +170,9 @@ def receive_combine_lines_kernel(
                 is_late |= flags != epoch
                 row_scale = None
                 if c.SUM_ROW_SCALE:
-                    bits, _bits, _bits, flags = load_lines(sums, line * 0 + (c.SUM_LINES - 1), is_part)  # pyright: ignore[reportGeneralTypeIssues]
+                    last = line * 0 + (c.SUM_LINES - 1)
+                    row_scale, _scale, _scale, flags = load_lines(sums, last, is_part)  # pyright: ignore[reportGeneralTypeIssues]
                     is_late |= flags != epoch
-                    row_scale = bits.to(tl.float32, bitcast=True)
                 word0 = sum_codes.restore_words(word0, scale0, row_scale, c)
                 word1 = sum_codes.restore_words(word1, scale1, row_scale, c)
                 word2 = sum_codes.restore_words(word2, scale2, row_scale, c)

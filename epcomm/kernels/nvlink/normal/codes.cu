@@ -112,7 +112,8 @@ __device__ int e2m1_of(float magnitude) {
 
 // Quantise a block to 4 bits, with its largest magnitude. Returns the scale, as it is sent.
 __device__ u32 quantize(u32 (&codes)[2], const float (&values)[16], float largest, const RowScale& row) {
-    const float share = quotient_of(quotient_of(__fmul_rn(largest, row.power), 6.0f), row.fraction);
+    const float sixth = quotient_of(__fmul_rn(largest, row.power), 6.0f);
+    const float share = quotient_by(sixth, row.fraction, row.inverse);
     // At least 2**-6; 3 of 23 fraction bits are kept.
     const u32 bits = max(__float_as_int(share), 0x3c800000);
     const u32 scale = (bits + 0x7ffff + (bits >> 20 & 1)) >> 20;
@@ -139,11 +140,11 @@ __device__ void dequantize(float (&values)[N], const u32 (&codes)[WORDS], float 
     if constexpr (HAS_ROW_SCALE) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            // Numbers of float16, 2**-14 as large, of two codes.
+            // Two codes as numbers of float16, 2**-14 as large.
             const u32 moved = codes[0] << (12 - 4 * i);
-            const u32 two = (moved >> 3 & 0x0e000e00u) | (moved & 0x80008000u);
-            values[i] = __fmul_rn(__fmul_rn(of_float16((u16)two), 16384.0f), scale);
-            if (N == 8) values[i + 4] = __fmul_rn(__fmul_rn(of_float16((u16)(two >> 16)), 16384.0f), scale);
+            const u32 two = grown((moved >> 3 & 0x0e000e00u) | (moved & 0x80008000u));
+            values[i] = __fmul_rn(of_float16((u16)two), scale);
+            if (N == 8) values[i + 4] = __fmul_rn(of_float16((u16)(two >> 16)), scale);
         }
     } else {
 #pragma unroll

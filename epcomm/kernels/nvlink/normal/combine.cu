@@ -335,25 +335,31 @@ __device__ void store_codes(const Kept& kept, char* to) {
     const u32 lane = current_lane();
     const RowScale row = scale_of_row(__reduce_max_sync(ALL_LANES, kept.largest));
     if (lane == 0) store_far((float*)(to + BYTES_OF_ROW<Codes>), row.scale);
-    // Chunks of this lane, each of which is a block.
     const Numbers* vectors = kept.memory + kept.first;
     Numbers next[CHUNK_VECTORS];
 #pragma unroll
     for (int i = 0; i < CHUNK_VECTORS; ++i) next[i] = vectors[32 * i];
+    char* codes_to = to + PIECE_SCALES + 8 * lane;
+    char* scales_to = to + lane;
 #pragma unroll 1
-    for (int chunk = 0; chunk < PIECES * CHUNKS; ++chunk) {
-        float values[1][16], largest[1];
-        unpack_chunks(values, largest, [&](int i) { return next[i]; });
-        vectors += chunk + 1 < PIECES * CHUNKS ? 32 * CHUNK_VECTORS : 0;
+    for (int piece = 0; piece < PIECES; ++piece) {
 #pragma unroll
-        for (int i = 0; i < CHUNK_VECTORS; ++i) next[i] = vectors[32 * i];
-        u32 codes[2];
-        const u32 scale = quantize(codes, values[0], largest[0], row);
-        const int block = 32 * (chunk % CHUNKS) + (int)lane;
-        if (!IS_WHOLE && 16 * block >= HIDDEN - chunk / CHUNKS * (PIECE / NUMBER_BYTES)) continue;
-        char* scales = to + chunk / CHUNKS * PIECE_BYTES<Codes>;
-        store_far((uint2*)(scales + PIECE_SCALES) + block, uint2{codes[0], codes[1]});
-        store_far((unsigned char*)scales + block, (unsigned char)scale);
+        for (int c = 0; c < CHUNKS; ++c) {
+            // A chunk of this lane is a block.
+            float values[1][16], largest[1];
+            unpack_chunks(values, largest, [&](int i) { return next[i]; });
+            if (c + 1 < CHUNKS || piece + 1 < PIECES) vectors += 32 * CHUNK_VECTORS;
+#pragma unroll
+            for (int i = 0; i < CHUNK_VECTORS; ++i) next[i] = vectors[32 * i];
+            u32 codes[2];
+            const u32 scale = quantize(codes, values[0], largest[0], row);
+            const int at = 512 * c + 16 * (int)lane;
+            if (!IS_WHOLE && at >= HIDDEN - piece * (PIECE / NUMBER_BYTES)) continue;
+            store_far((uint2*)(codes_to + 256 * c), uint2{codes[0], codes[1]});
+            store_far((unsigned char*)scales_to + 32 * c, (unsigned char)scale);
+        }
+        codes_to += PIECE_BYTES<Codes>;
+        scales_to += PIECE_BYTES<Codes>;
     }
 }
 

@@ -207,13 +207,24 @@ __device__ float of_float16(u16 bits) {
     return value;
 }
 
+// The rounded quotient, from the rounded inverse of b.
+__device__ float quotient_by(float a, float b, float inverse) {
+    const float quotient = __fmul_rn(a, inverse);
+    return __fmaf_rn(inverse, __fmaf_rn(-b, quotient, a), quotient);
+}
+
 // The rounded quotient of numbers whose powers are small: what __fdiv_rn() does, but for its branch for others.
 __device__ float quotient_of(float a, float b) {
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
-    inverse = __fmaf_rn(inverse, __fmaf_rn(-b, inverse, 1.0f), inverse);
-    const float quotient = __fmul_rn(a, inverse);
-    return __fmaf_rn(inverse, __fmaf_rn(-b, quotient, a), quotient);
+    return quotient_by(a, b, __fmaf_rn(inverse, __fmaf_rn(-b, inverse, 1.0f), inverse));
+}
+
+// Two numbers of float16, times 2**14.
+__device__ u32 grown(u32 two) {
+    u32 product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(two), "r"(0x74007400u));
+    return product;
 }
 
 // The larger magnitudes of two pairs of bfloat16, with any signs.

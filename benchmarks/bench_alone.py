@@ -40,13 +40,15 @@ from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, dequantize, quantize
 from epcomm.records import Pending, SlotIndex
 from epcomm.spec import BufferSpec
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import RowsPer, WireDtype, WireFormat
 
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
 # M of normal mode.
 MAX_TOKENS = 4096
 # The signals of peers in normal mode, which are compared by order.
 AHEAD = 2**20
+# The formats of quantised sums, by their names in the report.
+SUMS = {"fp8": FP8_FLOAT32_SCALES, "nvfp4": WireFormat(dtype=WireDtype.NVFP4)}
 # Number of replays of a call; the median is reported.
 _CALLS = 100
 # The kernels of normal mode; the names of those of low latency end with _kernel.
@@ -251,15 +253,17 @@ def main(output: Annotated[Path | None, typer.Option(help="Of the report.")] = N
         for name, us in time_normal(8, 1, device).items():
             found[f"{name}_of_8_ranks_1_token"] = us
         for world_size in (2, 8):
-            times = time_normal(world_size, MAX_TOKENS, device, FP8_FLOAT32_SCALES)
-            found[f"combine_fp8_of_{world_size}_ranks"] = times["combine"]
+            for name, sums in SUMS.items():
+                times = time_normal(world_size, MAX_TOKENS, device, sums)
+                found[f"combine_{name}_of_{world_size}_ranks"] = times["combine"]
             found[f"combine_of_{world_size}_ranks"] = time_normal(world_size, MAX_TOKENS, device)[
                 "combine"
             ]
         for tokens in (1, 32, 128):
             found[f"low_latency_{tokens}"] = time_low_latency(8, tokens, device)
-            with_sums = time_low_latency(8, tokens, device, FP8_FLOAT32_SCALES)
-            found[f"low_latency_{tokens}_fp8_sums"] = with_sums
+            for name, sums in SUMS.items():
+                with_sums = time_low_latency(8, tokens, device, sums)
+                found[f"low_latency_{tokens}_{name}_sums"] = with_sums
     us = {f"{name}_us": median(values) for name, values in found.items()}
     sys.stdout.write(f"{json.dumps(us)}\n")
     report = report_of("alone", {}, device, "benchmarks.bench_alone")

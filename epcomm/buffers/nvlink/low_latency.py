@@ -96,8 +96,8 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             reasons.append(f"returns at most {MAX_RETURNED_ROWS} slots a token, not {spec.top_k}")
         if (spec.returns_slots or spec.sums_at_source) and spec.combine_format is not None:
             reasons.append(f"returns slots as {spec.hidden_format}, not as {spec.combine_format}")
-        sums = spec.combine_format
-        if sums is not None and sums.dtype.has_row_scale and spec.hidden_size > _ROW_COLUMNS:
+        sums = spec.combine_format or spec.hidden_format
+        if sums.dtype.has_row_scale and spec.hidden_size > _ROW_COLUMNS:
             reasons.append(f"returns {sums} of at most {_ROW_COLUMNS} columns")
         reasons += sizes.group_reasons(spec, world_size)
         if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:

@@ -11,14 +11,8 @@ import torch
 
 from epcomm.kernels.nvlink.normal import program
 from epcomm.kernels.nvlink.normal.program import LoadedKernel, Program
+from tests.kernels.nvlink import test_normal_protocol as protocol
 from tests.kernels.nvlink.host_cuda import HostKernel, build, source_of
-from tests.kernels.nvlink.test_normal_protocol import (
-    NOTHING,
-    QUANTIZED,
-    SCALED_ROWS,
-    SPEC,
-    first_wrong_round,
-)
 
 NUM_ROUNDS = 6
 
@@ -33,8 +27,8 @@ def main(old: str = "", new: str = "") -> str | None:
         return HostKernel(made, path, options=("-DHOST_CUDA_WATCHED",))
 
     program.load_kernel = load
-    for spec in (SPEC, QUANTIZED, SCALED_ROWS):
-        if (wrong := first_wrong_round(NOTHING, NUM_ROUNDS, spec)) is not None:
+    for spec in (protocol.SPEC, protocol.QUANTIZED, protocol.SCALED_ROWS):
+        if (wrong := protocol.first_wrong_round(protocol.NOTHING, NUM_ROUNDS, spec)) is not None:
             return f"round {wrong} is wrong"
     return None
 

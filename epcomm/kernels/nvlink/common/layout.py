@@ -139,8 +139,7 @@ class LowLatencyLayout(MemoryLayout):
     Group q of rank d is number d * groups + q. Or each slot returns.
 
     sum_block: the columns of a quantised sum that share a scale, 0 without combine_format.
-    sum_exponents: these scales are powers of two.   sum_row_scale: the row has one too, of codes of
-        4 bits.
+    sum_exponents: these scales are powers of two.   sum_row_scale: the row has one too.
     line_tokens: the most tokens that a rank sends in lines; it receives their sums in lines too. 0:
         no rank sends lines.   data_words, scale_words, return_words: the words of a row, of its
         scales and of a sum.   data_plane, scale_plane: the words of their planes, see lines.py.

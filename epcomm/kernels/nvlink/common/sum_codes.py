@@ -80,9 +80,8 @@ def load_row(
 def scales_of_sum(row_ptr: tl.tensor, c: constexprs.Layout) -> tl.tensor:
     """Return a pointer to the scales of blocks of a returned row of codes, uint8."""
     dtype: tl.constexpr = tl.uint8 if c.SUM_EXPONENTS or c.SUM_ROW_SCALE else tl.float32  # pyright: ignore[reportAssignmentType]
-    if c.SUM_ROW_SCALE:
-        row_ptr += 4
-    return (row_ptr + 4 * c.RETURN_WORDS).to(tl.pointer_type(dtype), bitcast=True)  # pyright: ignore[reportArgumentType]
+    row_ptr += 4 * (c.RETURN_WORDS + c.SUM_ROW_SCALE)  # pyright: ignore[reportOperatorIssue]
+    return row_ptr.to(tl.pointer_type(dtype), bitcast=True)  # pyright: ignore[reportArgumentType]
 
 
 @triton.jit

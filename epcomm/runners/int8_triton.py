@@ -37,13 +37,15 @@ class Int8TritonRunner(GpuSlotsRunner):
         return int32_reasons(weights) + super()._reasons(weights, machine)
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
-        from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8
+        from epcomm.kernels.gemm.int8 import multiply_int8, quantize_hidden_int8
 
         assert isinstance(weights, Int8ChannelWeights), "supports() said so"
         first = first_product(dispatched, weights, self.int8_profile, self.product_sms)
         inner_size, num_slots = weights.intermediate_size, dispatched.num_slots
         hidden = first.scales.new_empty(num_slots, inner_size)
-        gate_up_int8(first, out=hidden)
+        # MASKED rows have no index, and capacity for many more rows than the counts.
+        is_packed = first.row_of_slot is not None
+        multiply_int8(first, is_packed=is_packed, out=hidden)
         codes = torch.empty_like(hidden, dtype=torch.int8)
         scales = hidden.new_empty(num_slots, 1)
         quantize_hidden_int8(
@@ -55,11 +57,10 @@ class Int8TritonRunner(GpuSlotsRunner):
             out_scales=scales,
         )
         results = codes.new_empty(num_slots, weights.hidden_size, dtype=weights.hidden_dtype)
-        down_int8(
+        multiply_int8(
             second_product(first, codes, scales, weights),
             slot_weights=slot_weights_to_apply(dispatched, self.name),
-            # MASKED rows have no index, and capacity for many more rows than the counts.
-            is_packed=first.row_of_slot is not None,
+            is_packed=is_packed,
             out=results,
         )
         return results

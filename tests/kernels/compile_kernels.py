@@ -517,19 +517,16 @@ def multiply_mxfp8(rows_per_expert: int, *, has_gate: bool) -> None:
         gemm_mxfp8.down_mxfp8(given, slot_weights=f32(slots), out=out)
 
 
-def gate_up_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER) -> None:
+def multiply_int8(
+    rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER, *, has_gate: bool
+) -> None:
     slots = rows_per_expert * EXPERTS
-    given = product(slots, 2 * inner, hidden, I8, has_index=True)
-    gemm_int8.gate_up_int8(given, out=f32(slots, inner))
-
-
-def down_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER) -> None:
-    slots = rows_per_expert * EXPERTS
-    gemm_int8.down_int8(
-        product(slots, hidden, inner, I8, has_index=False),
+    columns, depth = (2 * inner, hidden) if has_gate else (hidden, inner)
+    gemm_int8.multiply_int8(
+        product(slots, columns, depth, I8, has_index=has_gate),
         slot_weights=f32(slots),
         is_packed=True,
-        out=rows(slots, hidden, BF16),
+        out=f32(slots, inner) if has_gate else rows(slots, hidden, BF16),
     )
 
 
@@ -564,11 +561,11 @@ PRODUCTS: Mapping[str, Callable[[], None]] = {
         for name in ("gate_up", "down")
         for tile, rows_per_expert in ((32, 32), (128, 256))
     },
-    "int8 gate_up 128": partial(gate_up_int8, 256),
-    "int8 gate_up odd": partial(gate_up_int8, 256, HIDDEN + 16, INNER + 16),
-    "int8 down 32": partial(down_int8, 16),
-    "int8 down 64": partial(down_int8, 64),
-    "int8 down odd": partial(down_int8, 256, HIDDEN + 16, INNER + 16),
+    "int8 gate_up 128": partial(multiply_int8, 256, has_gate=True),
+    "int8 gate_up odd": partial(multiply_int8, 256, HIDDEN + 16, INNER + 16, has_gate=True),
+    "int8 down 32": partial(multiply_int8, 16, has_gate=False),
+    "int8 down 64": partial(multiply_int8, 64, has_gate=False),
+    "int8 down odd": partial(multiply_int8, 256, HIDDEN + 16, INNER + 16, has_gate=False),
     "tiles": partial(multiply_tiles, is_transposed=False),
     "tiles transposed": partial(multiply_tiles, is_transposed=True),
 }

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from epcomm.kernels.gemm.fp8 import _find_tile, _num_turns
+from epcomm.kernels.gemm.fp8 import _find_tile, _num_turns, _slots_of_tile
 from epcomm.kernels.launch import device_limits
 
 TILE_ROWS = TILE_COLUMNS = 128
@@ -53,13 +53,7 @@ def _multiply_kernel(
             counts_ptr, number, NUM_EXPERTS, COLUMN_TILES, TILE_ROWS
         )
         if expert < NUM_EXPERTS:
-            row_in_expert = first_row + tl.arange(0, TILE_ROWS)
-            is_row = row_in_expert < count
-            # A tile that is not full reads the last row again, the only row that is sure to exist.
-            # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31
-            # elements.
-            start = tl.load(first_slot_ptr + expert).to(tl.int64)
-            slots = start + tl.minimum(row_in_expert, count - 1)
+            slots, is_row = _slots_of_tile(first_slot_ptr, expert, first_row, count, TILE_ROWS)  # pyright: ignore[reportGeneralTypeIssues]
             x_at = x_ptr + slots[:, None] * X_STRIDE + tl.arange(0, TILE_INNER)[None, :]
             first_column = tile * TILE_COLUMNS
             total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)

@@ -83,124 +83,98 @@ def _num_turns(
 
 
 @triton.jit
-def _gate_up_fp8_kernel(
-    x_ptr: tl.tensor,
-    x_scales_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
+def _slots_of_tile(
     first_slot_ptr: tl.tensor,
-    matrix: tl.tensor_descriptor,
-    matrix_scales_ptr: tl.tensor,
-    row_of_slot_ptr: tl.tensor | None,
-    out_ptr: tl.tensor,
-    out_scales_ptr: tl.tensor,
-    HIDDEN: tl.constexpr,
-    INNER: tl.constexpr,
-    X_STRIDE: tl.constexpr,
-    X_SCALES_STRIDE: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
+    expert: tl.tensor,
+    first_row: tl.tensor,
+    count: tl.tensor,
     TILE_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_LIMITED: tl.constexpr,
-) -> None:
-    """Compute a tile of TILE_ROWS slots and one block of I, gate and up side by side."""
-    HIDDEN_BLOCKS: tl.constexpr = HIDDEN // BLOCK
-    INNER_BLOCKS: tl.constexpr = INNER // BLOCK
-    for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, INNER_BLOCKS, TILE_ROWS, IS_LIMITED)):
-        number = tl.program_id(0) + turn * tl.num_programs(0)
-        expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-            counts_ptr, number, NUM_EXPERTS, INNER_BLOCKS, TILE_ROWS
-        )
-        if expert < NUM_EXPERTS:
-            row_in_expert = first_row + tl.arange(0, TILE_ROWS)
-            is_row = row_in_expert < count
-            # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31
-            # elements.
-            slots = (tl.load(first_slot_ptr + expert) + row_in_expert).to(tl.int64)
-            if row_of_slot_ptr is not None:
-                rows = tl.load(row_of_slot_ptr + slots, mask=is_row, other=0).to(tl.int64)
-            else:
-                rows = tl.where(is_row, slots, 0)
-            lanes = tl.arange(0, BLOCK)
-            x_at = x_ptr + rows[:, None] * X_STRIDE + lanes[None, :]
-            x_scales_at = x_scales_ptr + rows * X_SCALES_STRIDE
-            gate_row = expert * (2 * INNER) + block * BLOCK
-            gate_scales_at = matrix_scales_ptr + (expert * 2 * INNER_BLOCKS + block) * HIDDEN_BLOCKS
-            up_scales_at = gate_scales_at + INNER_BLOCKS * HIDDEN_BLOCKS
-            gate = tl.zeros([TILE_ROWS, BLOCK], tl.float32)
-            up = tl.zeros([TILE_ROWS, BLOCK], tl.float32)
-            for k in range(HIDDEN_BLOCKS):
-                x = tl.load(x_at + k * BLOCK)
-                x_scale = tl.load(x_scales_at + k)
-                gate_matrix = tl.trans(matrix.load([gate_row, k * BLOCK]))
-                up_matrix = tl.trans(matrix.load([gate_row + INNER, k * BLOCK]))
-                gate_scale = x_scale * tl.load(gate_scales_at + k)
-                up_scale = x_scale * tl.load(up_scales_at + k)
-                gate += tl.dot(x, gate_matrix) * gate_scale[:, None]
-                up += tl.dot(x, up_matrix) * up_scale[:, None]
-            hidden = gate / (1.0 + tl.exp(-gate)) * up
-            amax = tl.maximum(tl.max(tl.abs(hidden), axis=1), _AMAX_FLOOR)
-            factor = tl.math.div_rn(tl.full([TILE_ROWS], _E4M3_MAX, tl.float32), amax)
-            scaled = hidden * factor[:, None]
-            if _IS_INTERPRETED:
-                codes = _e4m3_code(scaled)
-                # The interpreter multiplies the code of NaN as 480: the scale has to be NaN too.
-                amax += tl.sum(scaled - scaled, axis=1)
-            else:
-                codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-            columns = block * BLOCK + lanes
-            tl.store(
-                out_ptr + slots[:, None] * INNER + columns[None, :], codes, mask=is_row[:, None]
-            )
-            scales_at = out_scales_ptr + slots * INNER_BLOCKS + block
-            tl.store(scales_at, amax * _RECIPROCAL_OF_MAX, mask=is_row)
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the slots of a tile, and which of them to write; the last slot of an expert repeats.
+
+    Expert at slot 8, first row 4, count 6, tiles of 4 rows: slots 12 13 13 13, write 1 1 0 0.
+    To be called where a tile is known to exist: slots computed before that take registers from the
+    sums.
+    """
+    row_in_expert = first_row + tl.arange(0, TILE_ROWS)
+    # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31 elements.
+    start = tl.load(first_slot_ptr + expert).to(tl.int64)
+    return start + tl.minimum(row_in_expert, count - 1), row_in_expert < count
 
 
 @triton.jit
-def _down_fp8_kernel(
+def _multiply_fp8_kernel(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     first_slot_ptr: tl.tensor,
     matrix: tl.tensor_descriptor,
     matrix_scales_ptr: tl.tensor,
-    slot_weights_ptr: tl.tensor | None,
+    of_slot_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
-    HIDDEN: tl.constexpr,
-    INNER: tl.constexpr,
+    out_scales_ptr: tl.tensor | None,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    X_SCALES_STRIDE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_LIMITED: tl.constexpr,
 ) -> None:
-    """Compute a tile of TILE_ROWS slots and BLOCK columns of H."""
-    HIDDEN_BLOCKS: tl.constexpr = HIDDEN // BLOCK
-    INNER_BLOCKS: tl.constexpr = INNER // BLOCK
-    for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, HIDDEN_BLOCKS, TILE_ROWS, IS_LIMITED)):
+    """Compute a tile of TILE_ROWS slots and one block of columns; see launch_product()."""
+    DEPTH_BLOCKS: tl.constexpr = DEPTH // BLOCK
+    BLOCKS: tl.constexpr = COLUMNS // BLOCK
+    MATRIX_BLOCKS: tl.constexpr = BLOCKS * (2 if HAS_GATE else 1)
+    for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, BLOCKS, TILE_ROWS, IS_LIMITED)):
         number = tl.program_id(0) + turn * tl.num_programs(0)
         expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-            counts_ptr, number, NUM_EXPERTS, HIDDEN_BLOCKS, TILE_ROWS
+            counts_ptr, number, NUM_EXPERTS, BLOCKS, TILE_ROWS
         )
         if expert < NUM_EXPERTS:
-            row_in_expert = first_row + tl.arange(0, TILE_ROWS)
-            is_row = row_in_expert < count
-            slots = (tl.load(first_slot_ptr + expert) + row_in_expert).to(tl.int64)
-            rows = tl.where(is_row, slots, 0)
+            slots, is_row = _slots_of_tile(first_slot_ptr, expert, first_row, count, TILE_ROWS)  # pyright: ignore[reportGeneralTypeIssues]
+            rows = slots
+            if HAS_GATE and of_slot_ptr is not None:
+                rows = tl.load(of_slot_ptr + slots).to(tl.int64)
             lanes = tl.arange(0, BLOCK)
-            x_at = x_ptr + rows[:, None] * INNER + lanes[None, :]
-            x_scales_at = x_scales_ptr + rows * INNER_BLOCKS
-            matrix_row = expert * HIDDEN + block * BLOCK
-            matrix_scales_at = matrix_scales_ptr + (expert * HIDDEN_BLOCKS + block) * INNER_BLOCKS
+            x_at = x_ptr + rows[:, None] * X_STRIDE + lanes[None, :]
+            x_scales_at = x_scales_ptr + rows * X_SCALES_STRIDE
+            matrix_block = expert * MATRIX_BLOCKS + block
+            matrix_row = matrix_block * BLOCK
+            matrix_scales_at = matrix_scales_ptr + matrix_block * DEPTH_BLOCKS
+            up_scales_at = matrix_scales_at + BLOCKS * DEPTH_BLOCKS
             total = tl.zeros([TILE_ROWS, BLOCK], tl.float32)
-            for k in range(INNER_BLOCKS):
+            up = tl.zeros([TILE_ROWS, BLOCK], tl.float32)
+            for k in range(DEPTH_BLOCKS):
                 x = tl.load(x_at + k * BLOCK)
-                scale = tl.load(x_scales_at + k) * tl.load(matrix_scales_at + k)
-                total += tl.dot(x, tl.trans(matrix.load([matrix_row, k * BLOCK]))) * scale[:, None]
-            if slot_weights_ptr is not None:
-                weights = tl.load(slot_weights_ptr + slots, mask=is_row, other=0.0)
-                total *= weights[:, None]
-            columns = block * BLOCK + lanes
-            out_at = out_ptr + slots[:, None] * HIDDEN + columns[None, :]
-            tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+                x_scale = tl.load(x_scales_at + k)
+                part = tl.trans(matrix.load([matrix_row, k * BLOCK]))
+                total += tl.dot(x, part) * (x_scale * tl.load(matrix_scales_at + k))[:, None]
+                if HAS_GATE:
+                    part = tl.trans(matrix.load([matrix_row + COLUMNS, k * BLOCK]))
+                    up += tl.dot(x, part) * (x_scale * tl.load(up_scales_at + k))[:, None]
+            out_at = out_ptr + slots[:, None] * COLUMNS + (block * BLOCK + lanes)[None, :]
+            if HAS_GATE:
+                hidden = total / (1.0 + tl.exp(-total)) * up
+                amax = tl.maximum(tl.max(tl.abs(hidden), axis=1), _AMAX_FLOOR)
+                factor = tl.math.div_rn(tl.full([TILE_ROWS], _E4M3_MAX, tl.float32), amax)
+                scaled = hidden * factor[:, None]
+                if _IS_INTERPRETED:
+                    result = _e4m3_code(scaled)
+                    # The interpreter multiplies the code of NaN as 480: the scale has to be NaN
+                    # too.
+                    amax += tl.sum(scaled - scaled, axis=1)
+                else:
+                    result = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+                out_scales_at = out_scales_ptr + slots * BLOCKS + block
+                tl.store(out_scales_at, amax * _RECIPROCAL_OF_MAX, mask=is_row)
+            else:
+                if of_slot_ptr is not None:
+                    total *= tl.load(of_slot_ptr + slots)[:, None]
+                result = total.to(out_ptr.dtype.element_ty)
+            tl.store(out_at, result, mask=is_row[:, None])
 
 
 def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> None:
@@ -214,17 +188,11 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Non
     """
     is_small = len(out_codes) <= _FEW_SLOTS * len(given.counts)
     launch_product(
-        _gate_up_fp8_kernel,
+        _multiply_fp8_kernel,
         given,
-        given.row_of_slot,
         (out_codes.view(torch.uint8), out_scales),
         tile_rows=32 if is_small else 64,
-        stage_matrix_rows=2 * BLOCK,
         num_warps=4 if is_small else 8,
-        HIDDEN=given.matrices.shape[2],
-        INNER=out_codes.shape[1],
-        X_STRIDE=given.codes.stride(0),
-        X_SCALES_STRIDE=given.scales.stride(0),
     )
 
 
@@ -241,61 +209,70 @@ def down_fp8(
 
     Allocates nothing. Host sync: none. Compiled for each H, I and L.
     """
-    num_experts, hidden_size, inner_size = given.matrices.shape
     launch_product(
-        _down_fp8_kernel,
+        _multiply_fp8_kernel,
         given,
-        slot_weights,
-        (out,),
-        tile_rows=32 if len(out) <= _FEW_SLOTS * num_experts else 64,
+        (out, None),
+        slot_weights=slot_weights,
+        tile_rows=32 if len(out) <= _FEW_SLOTS * len(given.counts) else 64,
         num_warps=4,
-        HIDDEN=hidden_size,
-        INNER=inner_size,
     )
 
 
 def launch_product(
     kernel: object,
     given: Product,
-    of_slots: Tensor | None,
-    outputs: tuple[Tensor, *tuple[Tensor | None, ...]],
+    outputs: tuple[Tensor, Tensor | None],
     *,
+    slot_weights: Tensor | None = None,
     tile_rows: int,
     tile_columns: int = BLOCK,
     tile_inner: int = BLOCK,
-    stage_matrix_rows: int | None = None,
     num_warps: int,
     max_stages: int = 3,
-    **constants: int,
+    is_joined: bool = False,
 ) -> None:
-    """Launch a kernel over the tiles of a product.
+    """Launch a kernel over the tiles of a product of rows [R, K] and matrices [L, N, K].
 
-    of_slots: row or router weight of each slot.   outputs: the result [C, N] first.
-    tile_inner: elements of K in a stage.
-    stage_matrix_rows: rows of matrices in a stage, which has 20 to 48 KB: with more than max_stages
-        stages, fewer programs fit on an SM. None: tile_columns.
+    Matrices [L, 2N, K] are gate and up, whose tiles are computed side by side (HAS_GATE). The
+    kernel reads given.row_of_slot in of_slot_ptr then, and slot_weights otherwise.
+
+    outputs: the result [C, N], and its scales if it has some.
+    tile_inner: elements of K in a stage, which has 20 to 48 KB: with more than max_stages stages,
+        fewer programs fit on an SM.
+    is_joined: the descriptor loads tiles of gate and up together, [2, N, K], or [1, N, K].
     """
     matrices, num_experts, run = given.matrices, len(given.counts), cast(Any, kernel)
     assert matrices.is_contiguous(), "records of weights refuse other strides"
-    stage_bytes = tile_rows * given.codes.itemsize + (stage_matrix_rows or tile_columns)
-    stage_bytes *= tile_inner
+    num_slots, columns = outputs[0].shape
+    has_gate = matrices.shape[1] == 2 * columns
+    num_matrices = 2 if has_gate else 1
+    stored, box = matrices.flatten(0, 1), [tile_columns, tile_inner]
+    if is_joined:
+        stored, box = stored.unflatten(0, (-1, columns)), [num_matrices, *box]
+    row_bytes = tile_rows * given.codes.itemsize + tile_columns * num_matrices
     limits = device_limits(given.codes.device)
-    num_tiles = given.num_tiles(len(outputs[0]), tile_rows, tile_columns, outputs[0].shape[1])
+    num_tiles = given.num_tiles(num_slots, tile_rows, tile_columns, columns)
     with torch.cuda.device_of(given.codes):
         run[(min(num_tiles, given.num_sms or num_tiles),)](
             given.codes,
             given.scales,
             given.counts,
             given.first_slot,
-            TensorDescriptor.from_tensor(matrices.flatten(0, 1), [tile_columns, tile_inner]),
+            TensorDescriptor.from_tensor(stored, box),
             given.matrix_scales,
-            of_slots,
+            given.row_of_slot if has_gate else slot_weights,
             *outputs,
+            DEPTH=matrices.shape[2],
+            COLUMNS=columns,
+            X_STRIDE=given.codes.stride(0),
+            X_SCALES_STRIDE=given.scales.stride(0),
+            HAS_GATE=has_gate,
             NUM_EXPERTS=num_experts,
             TILE_ROWS=tile_rows,
+            TILE_COLUMNS=tile_columns,
             BLOCK=tile_inner,
             IS_LIMITED=given.num_sms is not None,
             num_warps=num_warps,
-            num_stages=limits.stages(stage_bytes, most=max_stages),
-            **constants,
+            num_stages=limits.stages(row_bytes * tile_inner, most=max_stages),
         )

@@ -1,8 +1,8 @@
 """Multiply INT8 rows by INT8 matrices, expert by expert: the two products of a rank's experts.
 
-gate_up_int8() reads rows through the index, multiplies them by [2I, H] and computes
-silu(gate) * up in float32. quantize_hidden_int8() turns these hidden rows into codes. down_int8()
-multiplies the codes by [H, I] and by router weights, and stores the dtype of the hidden states. A
+multiply_int8() reads rows through the index, multiplies them by [2I, H] and computes
+silu(gate) * up in float32. quantize_hidden_int8() turns these hidden rows into codes, which
+multiply_int8() multiplies by [H, I] and by router weights, in the dtype of the hidden states. A
 tile finds its expert from the counts on the device, so the host reads no count; rows past the
 counts are neither read nor written. Integer sums are exact, and scaled once.
 
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile, _num_turns, launch_product
+from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile, _num_turns, _slots_of_tile, launch_product
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import EXACT, next_power_of_two, warps_for
 from epcomm.kernels.prepared import launch
@@ -34,74 +34,77 @@ _QUANTIZED_ELEMENTS = 8192
 
 
 @triton.jit
-def _gate_up_int8_kernel(
+def _multiply_int8_kernel(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     first_slot_ptr: tl.tensor,
     matrix: tl.tensor_descriptor,
     matrix_scales_ptr: tl.tensor,
-    row_of_slot_ptr: tl.tensor | None,
+    of_slot_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
-    HIDDEN: tl.constexpr,
-    INNER: tl.constexpr,
+    unused_ptr: None,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
     X_STRIDE: tl.constexpr,
     X_SCALES_STRIDE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_LIMITED: tl.constexpr,
 ) -> None:
-    """Compute a tile of TILE_ROWS slots and one block of I, gate and up side by side.
+    """Compute a tile of TILE_ROWS slots and TILE_COLUMNS columns; see launch_product().
 
     Codes 2 -3 and scale 0.5, gate 4 1 with scale 2 and up 1 1 with scale 3: gate 5 * 0.5 * 2 = 5,
-    up -1 * 0.5 * 3 = -1.5, so hidden is silu(5) * -1.5.
+    up -1 * 0.5 * 3 = -1.5, so hidden is silu(5) * -1.5. Without up, and with the weight 3, 15.
     """
-    INNER_BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
-    HIDDEN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, INNER_BLOCKS, TILE_ROWS, IS_LIMITED)):
+    TILES: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
+    MATRIX_ROWS: tl.constexpr = COLUMNS * (2 if HAS_GATE else 1)
+    for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, TILES, TILE_ROWS, IS_LIMITED)):
         number = tl.program_id(0) + turn * tl.num_programs(0)
-        expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-            counts_ptr, number, NUM_EXPERTS, INNER_BLOCKS, TILE_ROWS
+        expert, first_row, count, tile = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            counts_ptr, number, NUM_EXPERTS, TILES, TILE_ROWS
         )
         if expert < NUM_EXPERTS:
-            row_in_expert = first_row + tl.arange(0, TILE_ROWS)
-            is_row = row_in_expert < count
-            # The row is widened before a stride multiplies it: rows may begin beyond 2**31
-            # elements.
-            start = tl.load(first_slot_ptr + expert).to(tl.int64)
-            # A tile that is not full reads the last row again, the only row that is sure to exist.
-            slots = start + tl.minimum(row_in_expert, count - 1)
+            slots, is_row = _slots_of_tile(first_slot_ptr, expert, first_row, count, TILE_ROWS)  # pyright: ignore[reportGeneralTypeIssues]
             rows = slots
-            if row_of_slot_ptr is not None:
-                rows = tl.load(row_of_slot_ptr + slots).to(tl.int64)
+            if HAS_GATE and of_slot_ptr is not None:
+                rows = tl.load(of_slot_ptr + slots).to(tl.int64)
+            # Loaded before the sums take up the registers.
+            x_scales = tl.load(x_scales_ptr + rows * X_SCALES_STRIDE)[:, None]
             lanes = tl.arange(0, BLOCK)
             x_at = x_ptr + rows[:, None] * X_STRIDE + lanes[None, :]
-            gate_row = expert * (2 * INNER) + block * BLOCK
-            gate_sum = tl.zeros([TILE_ROWS, BLOCK], tl.int32)
-            up_sum = tl.zeros([TILE_ROWS, BLOCK], tl.int32)
-            for k in range(HIDDEN_BLOCKS):
-                if HIDDEN % BLOCK == 0:
+            matrix_row = expert * MATRIX_ROWS + tile * TILE_COLUMNS
+            total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.int32)
+            up_total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.int32)
+            for k in range((DEPTH + BLOCK - 1) // BLOCK):
+                if DEPTH % BLOCK == 0:
                     x = tl.load(x_at + k * BLOCK)
                 else:
-                    x = tl.load(x_at + k * BLOCK, mask=lanes[None, :] < HIDDEN - k * BLOCK, other=0)
+                    x = tl.load(x_at + k * BLOCK, mask=lanes[None, :] < DEPTH - k * BLOCK, other=0)
                 # Beyond the last column and the last matrix TMA gives zeros; rows beyond the end of
                 # gate or up belong to the next matrix, and their sums are not stored.
-                gate_matrix = tl.trans(matrix.load([gate_row, k * BLOCK]))
-                up_matrix = tl.trans(matrix.load([gate_row + INNER, k * BLOCK]))
-                gate_sum = tl.dot(x, gate_matrix, gate_sum, out_dtype=tl.int32)
-                up_sum = tl.dot(x, up_matrix, up_sum, out_dtype=tl.int32)
-            columns = block * BLOCK + lanes
-            is_column = columns < INNER
-            x_scales = tl.load(x_scales_ptr + rows * X_SCALES_STRIDE)[:, None]
-            gate_scales_at = matrix_scales_ptr + expert * (2 * INNER) + columns
-            gate_scales = tl.load(gate_scales_at, mask=is_column, other=0.0)
-            up_scales = tl.load(gate_scales_at + INNER, mask=is_column, other=0.0)
-            gate = gate_sum.to(tl.float32) * x_scales * gate_scales[None, :]
-            up = up_sum.to(tl.float32) * x_scales * up_scales[None, :]
-            hidden = gate / (1.0 + tl.exp(-gate)) * up
-            out_at = out_ptr + slots[:, None] * INNER + columns[None, :]
-            tl.store(out_at, hidden, mask=is_row[:, None] & is_column[None, :])
+                part = tl.trans(matrix.load([matrix_row, k * BLOCK]))
+                total = tl.dot(x, part, total, out_dtype=tl.int32)
+                if HAS_GATE:
+                    part = tl.trans(matrix.load([matrix_row + COLUMNS, k * BLOCK]))
+                    up_total = tl.dot(x, part, up_total, out_dtype=tl.int32)
+            columns = tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+            is_column = columns < COLUMNS
+            scales_at = matrix_scales_ptr + expert * MATRIX_ROWS + columns
+            scales = tl.load(scales_at, mask=is_column, other=0.0)
+            result = total.to(tl.float32) * x_scales * scales[None, :]
+            if HAS_GATE:
+                up_scales = tl.load(scales_at + COLUMNS, mask=is_column, other=0.0)
+                up = up_total.to(tl.float32) * x_scales * up_scales[None, :]
+                result = result / (1.0 + tl.exp(-result)) * up
+            elif of_slot_ptr is not None:
+                result *= tl.load(of_slot_ptr + slots)[:, None]
+            out_at = out_ptr + slots[:, None] * COLUMNS + columns[None, :]
+            is_result = is_row[:, None] & is_column[None, :]
+            tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=is_result)
 
 
 @triton.jit
@@ -125,9 +128,7 @@ def _quantize_hidden_int8_kernel(
         counts_ptr, tl.program_id(0), NUM_EXPERTS, 1, TILE_ROWS
     )
     if expert < NUM_EXPERTS:
-        row_in_expert = first_row + tl.arange(0, TILE_ROWS)
-        is_row = row_in_expert < count
-        slots = tl.load(first_slot_ptr + expert).to(tl.int64) + row_in_expert
+        slots, is_row = _slots_of_tile(first_slot_ptr, expert, first_row, count, TILE_ROWS)  # pyright: ignore[reportGeneralTypeIssues]
         columns = tl.arange(0, TILE_COLUMNS)
         is_element = is_row[:, None] & (columns < INNER)[None, :]
         elements = slots[:, None] * INNER + columns[None, :]
@@ -138,86 +139,34 @@ def _quantize_hidden_int8_kernel(
         tl.store(scales_ptr + slots[:, None], scales, mask=is_row[:, None])
 
 
-@triton.jit
-def _down_int8_kernel(
-    x_ptr: tl.tensor,
-    x_scales_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    first_slot_ptr: tl.tensor,
-    matrix: tl.tensor_descriptor,
-    matrix_scales_ptr: tl.tensor,
-    slot_weights_ptr: tl.tensor | None,
-    out_ptr: tl.tensor,
-    HIDDEN: tl.constexpr,
-    INNER: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_LIMITED: tl.constexpr,
+def multiply_int8(
+    given: Product, *, slot_weights: Tensor | None = None, is_packed: bool, out: Tensor
 ) -> None:
-    """Compute a tile of TILE_ROWS slots and TILE_COLUMNS columns of H.
-
-    Codes 2 -3 and scale 0.5, channel 4 1 with scale 2, weight 3: 5 * 0.5 * 2 * 3 = 15.
-    """
-    COLUMN_TILES: tl.constexpr = (HIDDEN + TILE_COLUMNS - 1) // TILE_COLUMNS
-    INNER_BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
-    for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, COLUMN_TILES, TILE_ROWS, IS_LIMITED)):
-        number = tl.program_id(0) + turn * tl.num_programs(0)
-        expert, first_row, count, tile = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-            counts_ptr, number, NUM_EXPERTS, COLUMN_TILES, TILE_ROWS
-        )
-        if expert < NUM_EXPERTS:
-            row_in_expert = first_row + tl.arange(0, TILE_ROWS)
-            is_row = row_in_expert < count
-            start = tl.load(first_slot_ptr + expert).to(tl.int64)
-            slots = start + tl.minimum(row_in_expert, count - 1)
-            lanes = tl.arange(0, BLOCK)
-            x_at = x_ptr + slots[:, None] * INNER + lanes[None, :]
-            matrix_row = expert * HIDDEN + tile * TILE_COLUMNS
-            total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.int32)
-            for k in range(INNER_BLOCKS):
-                if INNER % BLOCK == 0:
-                    x = tl.load(x_at + k * BLOCK)
-                else:
-                    x = tl.load(x_at + k * BLOCK, mask=lanes[None, :] < INNER - k * BLOCK, other=0)
-                channels = tl.trans(matrix.load([matrix_row, k * BLOCK]))
-                total = tl.dot(x, channels, total, out_dtype=tl.int32)
-            columns = tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-            is_column = columns < HIDDEN
-            scales_at = matrix_scales_ptr + expert * HIDDEN + columns
-            scales = tl.load(scales_at, mask=is_column, other=0.0)
-            result = total.to(tl.float32) * tl.load(x_scales_ptr + slots)[:, None] * scales[None, :]
-            if slot_weights_ptr is not None:
-                result *= tl.load(slot_weights_ptr + slots)[:, None]
-            out_at = out_ptr + slots[:, None] * HIDDEN + columns[None, :]
-            is_result = is_row[:, None] & is_column[None, :]
-            tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=is_result)
-
-
-def gate_up_int8(given: Product, *, out: Tensor) -> None:
-    """Compute silu(x gate) * (x up) of every slot in float32; padding slots are not written.
+    """Compute silu(x gate) * (x up), or x down, of every slot; padding slots are not written.
 
     Args:
-        given: rows [R, H] and matrices [L, 2I, H], int8.
-        out: [C, I], float32, contiguous.
+        given: int8; rows [R, H] and matrices [L, 2I, H] of gate and up, or rows [C, I] and
+            matrices [L, H, I].
+        slot_weights: [C], float32, router weights that multiply x down, or None.
+        is_packed: most of the C slots are used; a wrong value costs only time.
+        out: contiguous; [C, I], float32, or [C, H], bfloat16, float16 or float32.
 
     Allocates nothing. Host sync: none. Compiled for each H, I, L and strides.
     """
-    is_packed = given.row_of_slot is not None
     tile_rows = tile_rows_for(len(out), len(given.counts), is_packed=is_packed)
+    is_large, has_gate = tile_rows == _LARGE_TILE, given.matrices.shape[1] == 2 * out.shape[1]
     launch_product(
-        _gate_up_int8_kernel,
+        _multiply_int8_kernel,
         given,
-        given.row_of_slot,
-        (out,),
+        (out, None),
+        slot_weights=slot_weights,
         tile_rows=tile_rows,
-        stage_matrix_rows=2 * BLOCK,
-        **_options(tile_rows),
-        HIDDEN=given.matrices.shape[2],
-        INNER=out.shape[1],
-        X_STRIDE=given.codes.stride(0),
-        X_SCALES_STRIDE=given.scales.stride(0),
+        # With 256 columns a large tile has as many sums as gate and up together, 128 a thread.
+        tile_columns=256 if is_large and not has_gate else BLOCK,
+        # Chosen by the size of shared memory, not by measurement: an SM of an H200 holds one large
+        # tile, whose stages have 48 KB, or up to three smaller tiles of 3 stages with 20 to 40 KB.
+        num_warps=8 if is_large else 4,
+        max_stages=4 if is_large else 3,
     )
 
 
@@ -257,45 +206,8 @@ def quantize_hidden_int8(
     )
 
 
-def down_int8(given: Product, *, slot_weights: Tensor | None, is_packed: bool, out: Tensor) -> None:
-    """Compute x down of every slot, times its router weight; padding slots are not written.
-
-    Args:
-        given: rows [C, I], contiguous as their scales are, and matrices [L, H, I]; int8.
-        slot_weights: [C], float32, or None.
-        is_packed: most of the C slots are used; a wrong value costs only time.
-        out: [C, H], bfloat16, float16 or float32, contiguous.
-
-    Allocates nothing. Host sync: none. Compiled for each H, I and L.
-    """
-    num_experts, hidden_size, inner_size = given.matrices.shape
-    tile_rows = tile_rows_for(len(out), num_experts, is_packed=is_packed)
-    # With 256 columns a large tile has as many sums as gate and up together.
-    columns = 256 if tile_rows == _LARGE_TILE else BLOCK
-    launch_product(
-        _down_int8_kernel,
-        given,
-        slot_weights,
-        (out,),
-        tile_rows=tile_rows,
-        tile_columns=columns,
-        **_options(tile_rows),
-        HIDDEN=hidden_size,
-        INNER=inner_size,
-        TILE_COLUMNS=columns,
-    )
-
-
 def tile_rows_for(num_slots: int, num_experts: int, *, is_packed: bool) -> int:
     """Return the rows of a tile, fewer than 128 where most slots may be unused."""
     if num_slots <= _FEW_SLOTS * num_experts:
         return 32
     return _LARGE_TILE if is_packed and num_slots > _MANY_SLOTS * num_experts else 64
-
-
-def _options(tile_rows: int) -> dict[str, int]:
-    """Return warps and stages, chosen by the size of shared memory, not by measurement."""
-    # A thread has at most 128 sums. An SM of an H200 holds one large tile, whose stages have 48 KB,
-    # or up to three smaller tiles of 3 stages with 20 to 40 KB each.
-    is_large = tile_rows == _LARGE_TILE
-    return {"num_warps": 8, "max_stages": 4} if is_large else {"num_warps": 4, "max_stages": 3}

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile, _num_turns, launch_product
+from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile, _num_turns, _slots_of_tile, launch_product
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import IS_INTERPRETED
 from epcomm.kernels.quantize.fp8 import float_of, power_of, quantize_blocks, restore_triton
@@ -62,6 +62,8 @@ def _multiply_mxfp8_kernel(
     out_scales_ptr: tl.tensor | None,
     DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    X_SCALES_STRIDE: tl.constexpr,
     HAS_GATE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -69,11 +71,7 @@ def _multiply_mxfp8_kernel(
     BLOCK: tl.constexpr,
     IS_LIMITED: tl.constexpr,
 ) -> None:
-    """Compute a tile of TILE_ROWS slots and TILE_COLUMNS columns of the result.
-
-    HAS_GATE: the matrices are gate and up, of_slot_ptr has rows of slots, and the result is
-        quantised; otherwise slot s is row s, and of_slot_ptr has router weights.
-    """
+    """Compute a tile of TILE_ROWS slots and TILE_COLUMNS columns; see launch_product()."""
     TILES: tl.constexpr = COLUMNS // TILE_COLUMNS
     for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, TILES, TILE_ROWS, IS_LIMITED)):
         number = tl.program_id(0) + turn * tl.num_programs(0)
@@ -81,17 +79,11 @@ def _multiply_mxfp8_kernel(
             counts_ptr, number, NUM_EXPERTS, TILES, TILE_ROWS
         )
         if expert < NUM_EXPERTS:
-            row_in_expert = first_row + tl.arange(0, TILE_ROWS)
-            is_row = row_in_expert < count
-            # A tile that is not full reads the last row again, the only row that is sure to exist.
-            # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31
-            # elements.
-            start = tl.load(first_slot_ptr + expert).to(tl.int64)
-            slots = start + tl.minimum(row_in_expert, count - 1)
+            slots, is_row = _slots_of_tile(first_slot_ptr, expert, first_row, count, TILE_ROWS)  # pyright: ignore[reportGeneralTypeIssues]
             rows = slots
             if HAS_GATE and of_slot_ptr is not None:
                 rows = tl.load(of_slot_ptr + slots).to(tl.int64)
-            x_at = x_ptr + rows[None, :] * DEPTH + tl.arange(0, BLOCK)[:, None]
+            x_at = x_ptr + rows[None, :] * X_STRIDE + tl.arange(0, BLOCK)[:, None]
             matrix_row = expert * (COLUMNS * (2 if HAS_GATE else 1)) + tile * TILE_COLUMNS
             total = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
             up = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
@@ -135,7 +127,7 @@ def gate_up_mxfp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> N
 
     Allocates the rows in BF16. Host sync: none. Compiled for each H, I and L.
     """
-    _multiply(given, given.row_of_slot, (movable(out_codes), movable(out_scales)))
+    _multiply(given, (movable(out_codes), movable(out_scales)))
 
 
 def down_mxfp8(
@@ -151,11 +143,13 @@ def down_mxfp8(
 
     Allocates the rows in BF16. Host sync: none. Compiled for each H, I and L.
     """
-    _multiply(given, slot_weights, (out, None))
+    _multiply(given, (out, None), slot_weights)
 
 
 def _multiply(
-    given: Product, of_slots: Tensor | None, outputs: tuple[Tensor, Tensor | None]
+    given: Product,
+    outputs: tuple[Tensor, Tensor | None],
+    slot_weights: Tensor | None = None,
 ) -> None:
     num_slots, columns = outputs[0].shape
     is_small = num_slots <= _FEW_SLOTS * len(given.counts)
@@ -172,15 +166,10 @@ def _multiply(
             matrices=movable(given.matrices),
             matrix_scales=scales,
         ),
-        of_slots,
         outputs,
+        slot_weights=slot_weights,
         tile_rows=32 if is_small else 128,
         tile_columns=tile_columns,
         tile_inner=BLOCK if is_small else BLOCK // 2,
-        stage_matrix_rows=tile_columns * (2 if has_gate else 1),
         num_warps=4 if is_small or has_gate else 8,
-        DEPTH=given.matrices.shape[2],
-        COLUMNS=columns,
-        HAS_GATE=has_gate,
-        TILE_COLUMNS=tile_columns,
     )

@@ -29,7 +29,7 @@ from tests.quantization.rows import varied_rows
 from tests.runners.records import results_of_experts
 
 pytest.importorskip("triton")
-from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8
+from epcomm.kernels.gemm.int8 import multiply_int8, quantize_hidden_int8
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import IS_INTERPRETED
 from epcomm.kernels.prepared import _prepared
@@ -187,7 +187,7 @@ class Operands:
 def test_first_product_is_exact_but_for_activation(case: StepCase, device: torch.device) -> None:
     given = Operands.make(case, HIDDEN, 2 * INNER, device)
     hidden = torch.full((case.num_slots, INNER), float("nan"), device=device)
-    gate_up_int8(given.on(case), out=hidden)
+    multiply_int8(given.on(case), is_packed=case.has_index, out=hidden)
     is_used = case.is_used(device)
     assert hidden[~is_used].isnan().all()
     gate, up = given.products(case)[is_used].double().chunk(2, dim=1)
@@ -260,7 +260,7 @@ def test_second_product_has_the_bits_of_plain_torch(
     slot_weights[~is_used] = float("nan")
     out = torch.full((case.num_slots, HIDDEN), float("nan"), dtype=dtype, device=device)
     weights = slot_weights if has_weights else None
-    down_int8(given.on(case), slot_weights=weights, is_packed=True, out=out)
+    multiply_int8(given.on(case), slot_weights=weights, is_packed=True, out=out)
     assert out[~is_used].isnan().all()
     expected = given.products(case)[is_used]
     if has_weights:
@@ -283,7 +283,7 @@ def test_sums_beyond_what_float32_can_count_are_exact(device: torch.device) -> N
         matrices=torch.full((1, 16, 4096), 127, dtype=torch.int8, device=device),
         matrix_scales=torch.ones(1, 16, device=device),
     )
-    down_int8(given, slot_weights=None, is_packed=False, out=out)
+    multiply_int8(given, slot_weights=None, is_packed=False, out=out)
     exact = torch.tensor(-4096 * 128 * 127 + 127).float()
     assert torch.equal(out.cpu(), exact.expand(1, 16))
 
@@ -303,9 +303,8 @@ def test_rows_beyond_2_to_the_31_elements(device: torch.device) -> None:
     results = []
     for codes in (rows, near.codes):
         hidden = torch.zeros(6, INNER, device=device)
-        gate_up_int8(
-            replace(near.on(case), codes=codes, scales=scales, row_of_slot=index), out=hidden
-        )
+        far = replace(near.on(case), codes=codes, scales=scales, row_of_slot=index)
+        multiply_int8(far, is_packed=True, out=hidden)
         results.append(hidden)
     assert results[0][:3].any(dim=1).all()
     assert torch.equal(*results)

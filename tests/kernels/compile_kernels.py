@@ -559,7 +559,7 @@ PRODUCTS: Mapping[str, Callable[[], None]] = {
     **{
         f"mxfp8 {name} {tile}": partial(multiply_mxfp8, rows_per_expert, has_gate=name == "gate_up")
         for name in ("gate_up", "down")
-        for tile, rows_per_expert in ((32, 32), (128, 256))
+        for tile, rows_per_expert in ((32, 32), (128, 256), (256, 1024))
     },
     "int8 gate_up 128": partial(multiply_int8, 256, has_gate=True),
     "int8 gate_up odd": partial(multiply_int8, 256, HIDDEN + 16, INNER + 16, has_gate=True),

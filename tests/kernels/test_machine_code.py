@@ -68,7 +68,7 @@ EXACT = [
 PRODUCTS = [
     *("fp8 gate_up", "fp8 down", "int8 gate_up 128", "int8 gate_up odd"),
     *("int8 down 64", "int8 down odd", "tiles", "tiles transposed"),
-    *(f"mxfp8 {name} {tile}" for name in ("gate_up", "down") for tile in (32, 128)),
+    *(f"mxfp8 {name} {tile}" for name in ("gate_up", "down") for tile in (32, 128, 256)),
 ]
 Code = Mapping[str, Mapping[str, Any]]
 

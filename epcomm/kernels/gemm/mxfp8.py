@@ -13,40 +13,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile, _num_turns, _slots_of_tile, launch_product
+from epcomm.kernels.gemm.fp8 import _find_tile, _num_turns, _slots_of_tile, launch_product
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import IS_INTERPRETED
-from epcomm.kernels.quantize.fp8 import float_of, power_of, quantize_blocks, restore_triton
+from epcomm.kernels.quantize.fp8 import (
+    float_of,
+    in_fragments,
+    power_of,
+    quantize_blocks,
+    restore_triton,
+)
 from epcomm.kernels.rounding import cast
 from epcomm.kernels.rows.tiles import movable
 from epcomm.types import WireDtype, WireFormat, WireTensor
 
 _MXFP8 = WireFormat(dtype=WireDtype.MXFP8)
-# Mean number of slots of an expert up to which a tile has 32 rows.
-_FEW_SLOTS = 48
+# Mean number of slots of an expert up to which a tile has 32 rows, and from which it has 256.
+_FEW_SLOTS, _MANY_SLOTS = 48, 1024
 # The interpreter neither converts e4m3 as GPUs do nor multiplies bfloat16.
 _IS_COMPILED = tl.constexpr(not IS_INTERPRETED)
 _OPERAND = tl.constexpr(tl.float32 if IS_INTERPRETED else tl.bfloat16)
 _SCALED = tl.constexpr(32)
-
-
-@triton.jit
-def _restored_part(
-    matrix: tl.tensor_descriptor,
-    scales_ptr: tl.tensor,
-    first_row: tl.tensor,
-    k: tl.tensor,
-    DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """Return block k of COLUMNS rows of a matrix: of the code 0x38 and the scale 128, 2."""
-    rows = first_row + tl.arange(0, COLUMNS).to(tl.int64)
-    scale = k * (BLOCK // _SCALED) + tl.arange(0, BLOCK // _SCALED)
-    scales = power_of(tl.load(scales_ptr + rows[:, None] * (DEPTH // _SCALED) + scale[None, :]))
-    codes = float_of(matrix.load([first_row, k * BLOCK]), 128, _IS_COMPILED)
-    blocks = tl.reshape(codes, [COLUMNS, BLOCK // _SCALED, _SCALED]) * scales[:, :, None]
-    return cast(tl.reshape(blocks, [COLUMNS, BLOCK]), _OPERAND)
 
 
 @triton.jit
@@ -73,6 +60,8 @@ def _multiply_mxfp8_kernel(
 ) -> None:
     """Compute a tile of TILE_ROWS slots and TILE_COLUMNS columns; see launch_product()."""
     TILES: tl.constexpr = COLUMNS // TILE_COLUMNS
+    MATRICES: tl.constexpr = matrix.block_shape[0]
+    OPERAND_ROWS: tl.constexpr = MATRICES * TILE_COLUMNS
     for turn in range(_num_turns(counts_ptr, NUM_EXPERTS, TILES, TILE_ROWS, IS_LIMITED)):
         number = tl.program_id(0) + turn * tl.num_programs(0)
         expert, first_row, count, tile = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
@@ -84,25 +73,30 @@ def _multiply_mxfp8_kernel(
             if HAS_GATE and of_slot_ptr is not None:
                 rows = tl.load(of_slot_ptr + slots).to(tl.int64)
             x_at = x_ptr + rows[None, :] * X_STRIDE + tl.arange(0, BLOCK)[:, None]
-            matrix_row = expert * (COLUMNS * (2 if HAS_GATE else 1)) + tile * TILE_COLUMNS
-            total = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
-            up = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
+            # Eight rows of gate and eight of up alternate, so that one thread has both sums of an
+            # element.
+            lanes = tl.arange(0, OPERAND_ROWS)
+            matrix_rows = (expert * MATRICES + lanes // 8 % MATRICES) * COLUMNS
+            matrix_rows += tile * TILE_COLUMNS + lanes // (8 * MATRICES) * 8 + lanes % 8
+            scales_at = matrix_scales_ptr + matrix_rows.to(tl.int64)[:, None] * (DEPTH // _SCALED)
+            scales_at += tl.arange(0, BLOCK // _SCALED)[None, :]
+            total = tl.zeros([OPERAND_ROWS, TILE_ROWS], tl.float32)
             for k in range(DEPTH // BLOCK):
                 x = tl.load(x_at + k * BLOCK).to(_OPERAND)
-                part = _restored_part(
-                    matrix, matrix_scales_ptr, matrix_row, k, DEPTH, TILE_COLUMNS, BLOCK
-                )
-                total = tl.dot(part, x, total)
-                if HAS_GATE:
-                    up_row = matrix_row + COLUMNS
-                    part = _restored_part(
-                        matrix, matrix_scales_ptr, up_row, k, DEPTH, TILE_COLUMNS, BLOCK
-                    )
-                    up = tl.dot(part, x, up)
+                codes = matrix.load([expert * MATRICES, tile * TILE_COLUMNS, k * BLOCK])
+                scales = power_of(tl.load(scales_at + k * (BLOCK // _SCALED)))
+                codes = tl.reshape(codes, [MATRICES, TILE_COLUMNS // 8, 8, BLOCK])
+                part = float_of(tl.permute(codes, (1, 0, 2, 3)), 128, _IS_COMPILED)
+                part = tl.reshape(part, [OPERAND_ROWS, BLOCK // _SCALED, _SCALED])
+                part = tl.reshape(part * scales[:, :, None], [OPERAND_ROWS, BLOCK])
+                total = tl.dot(in_fragments(cast(part, _OPERAND)), x, total)
             columns = tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
             out_at = out_ptr + slots[:, None] * COLUMNS + columns[None, :]
             if HAS_GATE:
-                hidden = tl.trans(total / (1.0 + tl.exp(-total)) * up)
+                sums = tl.reshape(total, [TILE_COLUMNS // 8, 2, 8, TILE_ROWS])
+                gate, up = tl.split(tl.permute(sums, (0, 2, 3, 1)))
+                hidden = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, [TILE_COLUMNS, TILE_ROWS])
+                hidden = tl.trans(hidden)
                 BLOCKS: tl.constexpr = TILE_COLUMNS // _SCALED
                 blocks = tl.reshape(hidden, [TILE_ROWS * BLOCKS, _SCALED])
                 codes, scales = quantize_blocks(blocks, True, _IS_COMPILED, 0)  # pyright: ignore[reportGeneralTypeIssues]
@@ -152,24 +146,25 @@ def _multiply(
     slot_weights: Tensor | None = None,
 ) -> None:
     num_slots, columns = outputs[0].shape
-    is_small = num_slots <= _FEW_SLOTS * len(given.counts)
+    mean = num_slots / len(given.counts)
+    is_small, is_large = mean <= _FEW_SLOTS, mean >= _MANY_SLOTS
     has_gate = given.matrices.shape[1] == 2 * columns
-    tile_columns = 64 if is_small or has_gate else 128
     wire = WireTensor(data=given.codes, format=_MXFP8, scales=given.scales)
     scales = movable(given.matrix_scales)
     launch_product(
         _multiply_mxfp8_kernel,
         replace(
             given,
-            codes=restore_triton(wire, torch.bfloat16),
+            codes=restore_triton(wire, torch.bfloat16, are_fragments=True),
             scales=scales,
             matrices=movable(given.matrices),
             matrix_scales=scales,
         ),
         outputs,
         slot_weights=slot_weights,
-        tile_rows=32 if is_small else 128,
-        tile_columns=tile_columns,
-        tile_inner=BLOCK if is_small else BLOCK // 2,
-        num_warps=4 if is_small or has_gate else 8,
+        tile_rows=32 if is_small else 256 if is_large else 128,
+        tile_columns=64 if has_gate else 128,
+        tile_inner=128 if is_small else 64,
+        num_warps=4 if is_small else 8,
+        is_joined=True,
     )

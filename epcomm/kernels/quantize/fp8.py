@@ -348,6 +348,17 @@ def power_of(exponent: tl.tensor) -> tl.tensor:
     return bits.to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def in_fragments(values: tl.tensor) -> tl.tensor:
+    """Order the elements of each 64 of a row so that one thread reads 16 neighbours as an operand.
+
+    In 16 elements of a row, tensor cores want 2 i, 2 i + 1 and those 8 further of thread i. A
+    product does not change if both operands have the same order.
+    """
+    parts = tl.reshape(values, [values.numel // 64, 4, 4, 2, 2])
+    return tl.reshape(tl.permute(parts, (0, 2, 3, 1, 4)), values.shape)
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def _restore_kernel(
     codes_ptr: tl.tensor,
@@ -363,6 +374,7 @@ def _restore_kernel(
     IS_INTEGER: tl.constexpr,
     HAS_E4M3: tl.constexpr,
     PER_ITEM: tl.constexpr,
+    IN_FRAGMENTS: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> None:
@@ -400,11 +412,15 @@ def _restore_kernel(
     column = block_of_row[:, None] * BLOCK + lane[None, :]
     is_element = is_block[:, None] & (lane < BLOCK)[None, :] & (column < HIDDEN)
     value = cast(value * scale[:, None], out_ptr.dtype.element_ty)  # pyright: ignore[reportAttributeAccessIssue]
+    if IN_FRAGMENTS:
+        value = in_fragments(value)
     tl.store(out_ptr + row[:, None] * HIDDEN + column, value, mask=is_element)
 
 
-def restore_triton(wire: WireTensor, dtype: torch.dtype) -> Tensor:
+def restore_triton(wire: WireTensor, dtype: torch.dtype, *, are_fragments: bool = False) -> Tensor:
     """Multiply codes [R, H] by their row-major scales in float32: [R, H], rounded to `dtype`.
+
+    are_fragments: in the order of in_fragments(), for mxfp8 with H a multiple of 64.
 
     Compiled for each format, H and strides.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
@@ -435,6 +451,7 @@ def restore_triton(wire: WireTensor, dtype: torch.dtype) -> Tensor:
         IS_INTEGER=codes.dtype is torch.int8,
         HAS_E4M3=has_e4m3(codes.device),
         PER_ITEM=wire_format.dtype.per_item,
+        IN_FRAGMENTS=are_fragments,
         TILE_BLOCKS=tile_blocks,
         TILE_COLUMNS=tile_columns,
         num_warps=warps_for(tile_blocks * tile_columns),

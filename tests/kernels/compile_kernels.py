@@ -484,37 +484,22 @@ def product(
     )
 
 
-def gate_up_fp8() -> None:
-    dtype, slots = torch.float8_e4m3fn, 64 * EXPERTS
-    gemm_fp8.gate_up_fp8(
-        product(slots, 2 * INNER, HIDDEN, dtype, has_index=True),
-        out_codes=rows(slots, INNER, dtype),
-        out_scales=f32(slots, INNER // 128),
-    )
-
-
-def down_fp8() -> None:
-    slots = 64 * EXPERTS
-    given = product(slots, HIDDEN, INNER, torch.float8_e4m3fn, has_index=False)
-    gemm_fp8.down_fp8(given, slot_weights=f32(slots), out=rows(slots, HIDDEN, BF16))
-
-
-def multiply_mxfp8(rows_per_expert: int, *, has_gate: bool) -> None:
+def multiply_floats(rows_per_expert: int, *, is_mx: bool, has_gate: bool) -> None:
     slots, dtype = rows_per_expert * EXPERTS, torch.float8_e4m3fn
     columns, depth = (2 * INNER, HIDDEN) if has_gate else (HIDDEN, INNER)
-    exponents = partial(torch.empty, dtype=torch.float8_e8m0fnu)
-    given = product(slots, columns, depth, dtype, has_index=has_gate)
-    given = replace(
-        given,
-        scales=exponents(len(given.codes), depth // 32),
-        matrix_scales=exponents(EXPERTS, columns, depth // 32),
-    )
+    given, out_scales = product(slots, columns, depth, dtype, has_index=has_gate), f32
+    gate_up, down = gemm_fp8.gate_up_fp8, gemm_fp8.down_fp8
+    if is_mx:
+        out_scales = partial(torch.empty, dtype=torch.float8_e8m0fnu)
+        gate_up, down = gemm_mxfp8.gate_up_mxfp8, gemm_mxfp8.down_mxfp8
+        scales = out_scales(len(given.codes), depth // 32)
+        matrix_scales = out_scales(EXPERTS, columns, depth // 32)
+        given = replace(given, scales=scales, matrix_scales=matrix_scales)
     if has_gate:
-        codes, scales = rows(slots, INNER, dtype), exponents(slots, INNER // 32)
-        gemm_mxfp8.gate_up_mxfp8(given, out_codes=codes, out_scales=scales)
+        scales = out_scales(slots, INNER // (32 if is_mx else 128))
+        gate_up(given, out_codes=rows(slots, INNER, dtype), out_scales=scales)
     else:
-        out = rows(slots, HIDDEN, BF16)
-        gemm_mxfp8.down_mxfp8(given, slot_weights=f32(slots), out=out)
+        down(given, slot_weights=f32(slots), out=rows(slots, HIDDEN, BF16))
 
 
 def multiply_int8(
@@ -554,12 +539,12 @@ def multiply_tiles(*, is_transposed: bool) -> None:
 
 # Rows of an expert that take tiles of 32, 64 and 128 rows; hidden sizes whose last block is short.
 PRODUCTS: Mapping[str, Callable[[], None]] = {
-    "fp8 gate_up": gate_up_fp8,
-    "fp8 down": down_fp8,
+    "fp8 gate_up": partial(multiply_floats, 64, is_mx=False, has_gate=True),
+    "fp8 down": partial(multiply_floats, 64, is_mx=False, has_gate=False),
     **{
-        f"mxfp8 {name} {tile}": partial(multiply_mxfp8, rows_per_expert, has_gate=name == "gate_up")
-        for name in ("gate_up", "down")
-        for tile, rows_per_expert in ((32, 32), (128, 256), (256, 1024))
+        f"mxfp8 {name} {tile}": partial(multiply_floats, each, is_mx=True, has_gate=has_gate)
+        for name, has_gate in (("gate_up", True), ("down", False))
+        for tile, each in ((32, 32), (128, 256), (256, 1024))
     },
     "int8 gate_up 128": partial(multiply_int8, 256, has_gate=True),
     "int8 gate_up odd": partial(multiply_int8, 256, HIDDEN + 16, INNER + 16, has_gate=True),

@@ -65,10 +65,11 @@ EXACT = [
     *("fp8 powers of two", "fp8 without hardware", "int8 rint127", "int8 hidden"),
     *("int8 down 64", "int8 down odd"),
 ]
+MXFP8 = [f"mxfp8 {name} {tile}" for name in ("gate_up", "down") for tile in (32, 128, 256)]
 PRODUCTS = [
     *("fp8 gate_up", "fp8 down", "int8 gate_up 128", "int8 gate_up odd"),
     *("int8 down 64", "int8 down odd", "tiles", "tiles transposed"),
-    *(f"mxfp8 {name} {tile}" for name in ("gate_up", "down") for tile in (32, 128, 256)),
+    *MXFP8,
 ]
 Code = Mapping[str, Mapping[str, Any]]
 
@@ -197,13 +198,20 @@ def test_only_counts_are_atomic(code: Code) -> None:
 def test_products_use_tensor_cores_and_tma(kernel: str, code: Code) -> None:
     ptx = code[kernel]["ptx"]
     assert re.search(r"wgmma\.mma_async\..*(?:e4m3\.e4m3|s32\.s8\.s8|bf16\.bf16)", ptx)
-    assert "cp.async.bulk.tensor.2d.shared" in ptx
+    assert f"cp.async.bulk.tensor.{3 if kernel in MXFP8 else 2}d.shared" in ptx
     # Rows are copied, and results stored, in units of 16 bytes; scales of mxfp8 are few.
-    scales = {"0x4", "st.global.b8", "st.global.b16"} if kernel.startswith("mxfp8") else set()
+    scales = {"0x4", "st.global.b8", "st.global.b16"} if kernel in MXFP8 else set()
     copies = set(re.findall(r"\bcp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], (\w+)", ptx))
     assert copies - scales == {"0x10"}
     stores = set(re.findall(r"\bst\.global\S*", ptx))
     assert stores - scales <= {"st.global.v4.b32", "st.global.b32"}
+
+
+@pytest.mark.parametrize("kernel", MXFP8)
+def test_a_thread_loads_16_neighbouring_codes_of_its_operand(kernel: str, code: Code) -> None:
+    ptx = code[kernel]["ptx"]
+    assert "ld.shared.v4.b32" in ptx
+    assert "ld.shared.b16" not in ptx
 
 
 def test_few_rows_use_the_smaller_tensor_core_instruction(code: Code) -> None:

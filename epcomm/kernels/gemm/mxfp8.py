@@ -2,8 +2,10 @@
 
 Tensor cores of Hopper multiply e4m3 but know no scales, and to scale a product for each 32 elements
 takes several times as long. So rows are restored before a product, and a part of a matrix in
-registers: it is the left operand, and a tile has columns by rows. A tile finds its expert from the
-counts on the device; rows past the counts are not written.
+registers: it is the left operand, and a tile has columns by rows. Both have K in an order that
+gives a thread its elements of the operand in one load, see in_fragments(): rows are stored so, and
+matrices, which stay as they are, read so. A tile finds its expert from the counts on the device;
+rows past the counts are not written.
 """
 
 from dataclasses import replace
@@ -121,7 +123,7 @@ def gate_up_mxfp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> N
 
     Allocates the rows in BF16. Host sync: none. Compiled for each H, I and L.
     """
-    _multiply(given, (movable(out_codes), movable(out_scales)))
+    _multiply(given, (movable(out_codes), movable(out_scales)), None)
 
 
 def down_mxfp8(
@@ -141,9 +143,7 @@ def down_mxfp8(
 
 
 def _multiply(
-    given: Product,
-    outputs: tuple[Tensor, Tensor | None],
-    slot_weights: Tensor | None = None,
+    given: Product, outputs: tuple[Tensor, Tensor | None], slot_weights: Tensor | None
 ) -> None:
     num_slots, columns = outputs[0].shape
     mean = num_slots / len(given.counts)

@@ -214,6 +214,22 @@ def test_a_thread_loads_16_neighbouring_codes_of_its_operand(kernel: str, code: 
     assert "ld.shared.b16" not in ptx
 
 
+@pytest.mark.parametrize("kernel", MXFP8)
+def test_registers_of_an_operand_are_not_written_until_its_product_ended(
+    kernel: str, code: Code
+) -> None:
+    read: set[int] = set()
+    for line in code[kernel]["sass"].splitlines():
+        if product := re.search(r"HGMMA\S* R\d+, R(\d+),", line):
+            read |= {int(product[1]) + number for number in range(4)}
+        elif "WARPGROUP.DEPBAR.LE gsb0, 0x0" in line:
+            read = set()
+        elif read:
+            assert "BRA" not in line
+            written = re.search(r"\*/ +(?:@\S+ +)?\S+ (?:PT, )?R(\d+)", line)
+            assert not written or int(written[1]) not in read
+
+
 def test_few_rows_use_the_smaller_tensor_core_instruction(code: Code) -> None:
     assert re.search(r"mma\.sync\..*m16n8k32.*s32\.s8\.s8\.s32", code["int8 down 32"]["ptx"])
 

@@ -92,6 +92,17 @@ def _multiply_mxfp8_kernel(
                 part = tl.reshape(part, [OPERAND_ROWS, BLOCK // _SCALED, _SCALED])
                 part = tl.reshape(part * scales[:, :, None], [OPERAND_ROWS, BLOCK])
                 total = tl.dot(in_fragments(cast(part, _OPERAND)), x, total)
+                if _IS_COMPILED:
+                    # A product reads registers after its instruction, and Triton 3.6 would let the
+                    # next operand be written to them (issue 9433 of triton-lang/triton).
+                    tl.inline_asm_elementwise(
+                        "wgmma.wait_group.sync.aligned 0; mov.b32 $0, 0;",
+                        "=r",
+                        [],
+                        dtype=tl.int32,
+                        is_pure=False,
+                        pack=1,
+                    )
             columns = tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
             out_at = out_ptr + slots[:, None] * COLUMNS + columns[None, :]
             if HAS_GATE:

@@ -83,10 +83,14 @@ def _multiply_mxfp8_kernel(
             scales_at = matrix_scales_ptr + matrix_rows.to(tl.int64)[:, None] * (DEPTH // _SCALED)
             scales_at += tl.arange(0, BLOCK // _SCALED)[None, :]
             total = tl.zeros([OPERAND_ROWS, TILE_ROWS], tl.float32)
+            next_scales = tl.load(scales_at)
             for k in range(DEPTH // BLOCK):
                 x = tl.load(x_at + k * BLOCK).to(_OPERAND)
                 codes = matrix.load([expert * MATRICES, tile * TILE_COLUMNS, k * BLOCK])
-                scales = power_of(tl.load(scales_at + k * (BLOCK // _SCALED)))
+                # Too few bytes for an asynchronous copy, so they are loaded one block ahead.
+                scales = power_of(next_scales)
+                next_block = tl.minimum(k + 1, DEPTH // BLOCK - 1)
+                next_scales = tl.load(scales_at + next_block * (BLOCK // _SCALED))
                 codes = tl.reshape(codes, [MATRICES, TILE_COLUMNS // 8, 8, BLOCK])
                 part = float_of(tl.permute(codes, (1, 0, 2, 3)), 128, _IS_COMPILED)
                 part = tl.reshape(part, [OPERAND_ROWS, BLOCK // _SCALED, _SCALED])

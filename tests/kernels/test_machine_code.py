@@ -208,16 +208,11 @@ def test_products_use_tensor_cores_and_tma(kernel: str, code: Code) -> None:
 
 
 @pytest.mark.parametrize("kernel", MXFP8)
-def test_a_thread_loads_16_neighbouring_codes_of_its_operand(kernel: str, code: Code) -> None:
+def test_operands_are_loaded_at_once_and_written_after_products(kernel: str, code: Code) -> None:
+    """A thread loads 16 codes; no register is written while a product may read its operand."""
     ptx = code[kernel]["ptx"]
     assert "ld.shared.v4.b32" in ptx
     assert "ld.shared.b16" not in ptx
-
-
-@pytest.mark.parametrize("kernel", MXFP8)
-def test_registers_of_an_operand_are_not_written_until_its_product_ended(
-    kernel: str, code: Code
-) -> None:
     read: set[int] = set()
     for line in code[kernel]["sass"].splitlines():
         if product := re.search(r"HGMMA\S* R\d+, R(\d+),", line):

@@ -68,7 +68,7 @@ class Mxfp8TritonRunner(Fp8TritonRunner):
 
     @classmethod
     def batch_invariance(cls, weights: ExpertTensors, machine: Machine) -> BatchInvariance:
-        # Tiles of 32, 128 and 256 rows add up the inner dimension in one order.
+        # Tiles of 32 and of 128 rows add up the inner dimension in one order.
         device = machine.device_of(weights.gate_up_proj)
         return BatchInvariance.of_gpu(machine, device, "triton")
 

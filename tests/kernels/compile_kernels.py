@@ -544,7 +544,7 @@ PRODUCTS: Mapping[str, Callable[[], None]] = {
     **{
         f"mxfp8 {name} {tile}": partial(multiply_floats, each, is_mx=True, has_gate=has_gate)
         for name, has_gate in (("gate_up", True), ("down", False))
-        for tile, each in ((32, 32), (128, 256), (256, 1024))
+        for tile, each in ((32, 32), (128, 256))
     },
     "int8 gate_up 128": partial(multiply_int8, 256, has_gate=True),
     "int8 gate_up odd": partial(multiply_int8, 256, HIDDEN + 16, INNER + 16, has_gate=True),

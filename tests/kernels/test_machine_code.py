@@ -65,7 +65,7 @@ EXACT = [
     *("fp8 powers of two", "fp8 without hardware", "int8 rint127", "int8 hidden"),
     *("int8 down 64", "int8 down odd"),
 ]
-MXFP8 = [f"mxfp8 {name} {tile}" for name in ("gate_up", "down") for tile in (32, 128, 256)]
+MXFP8 = [f"mxfp8 {name} {tile}" for name in ("gate_up", "down") for tile in (32, 128)]
 PRODUCTS = [
     *("fp8 gate_up", "fp8 down", "int8 gate_up 128", "int8 gate_up odd"),
     *("int8 down 64", "int8 down odd", "tiles", "tiles transposed"),

@@ -30,8 +30,8 @@ from epcomm.kernels.rows.tiles import movable
 from epcomm.types import WireDtype, WireFormat, WireTensor
 
 _MXFP8 = WireFormat(dtype=WireDtype.MXFP8)
-# Mean number of slots of an expert up to which a tile has 32 rows, and from which it has 256.
-_FEW_SLOTS, _MANY_SLOTS = 48, 1024
+# Mean number of slots of an expert up to which a tile has 32 rows.
+_FEW_SLOTS = 48
 # The interpreter neither converts e4m3 as GPUs do nor multiplies bfloat16.
 _IS_COMPILED = tl.constexpr(not IS_INTERPRETED)
 _OPERAND = tl.constexpr(tl.float32 if IS_INTERPRETED else tl.bfloat16)
@@ -161,8 +161,7 @@ def _multiply(
     given: Product, outputs: tuple[Tensor, Tensor | None], slot_weights: Tensor | None
 ) -> None:
     num_slots, columns = outputs[0].shape
-    mean = num_slots / len(given.counts)
-    is_small, is_large = mean <= _FEW_SLOTS, mean >= _MANY_SLOTS
+    is_small = num_slots <= _FEW_SLOTS * len(given.counts)
     has_gate = given.matrices.shape[1] == 2 * columns
     wire = WireTensor(data=given.codes, format=_MXFP8, scales=given.scales)
     scales = movable(given.matrix_scales)
@@ -177,7 +176,7 @@ def _multiply(
         ),
         outputs,
         slot_weights=slot_weights,
-        tile_rows=32 if is_small else 256 if is_large else 128,
+        tile_rows=32 if is_small else 128,
         tile_columns=64 if has_gate else 128,
         tile_inner=128 if is_small else 64,
         num_warps=4 if is_small else 8,

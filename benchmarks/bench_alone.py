@@ -1,6 +1,6 @@
 """Time the NVLink kernels of one rank on one GPU, which already holds the data of its peers.
 
-    python -m benchmarks.bench_alone --output benchmarks/results/h100_alone.json
+    python -m benchmarks.bench_alone --output benchmarks/results/h200_alone.json
     PYTHONPATH=../before python benchmarks/bench_alone.py
 
 The second command measures another checkout: run both in turn. Contention between GPUs is not

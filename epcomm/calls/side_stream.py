@@ -47,8 +47,8 @@ class LaunchedCall:
 class StreamTransfers(Transfers[LaunchedCall]):
     """Begun calls on a stream; the thread of the caller launches them.
 
-    They take SMs from the products beside them. Overlap was slower than no overlap on two H100, see
-    docs/performance.md.
+    They take SMs from the products beside them. Overlap was slower than no overlap on two H100
+    and four H200, see docs/performance.md.
     """
 
     are_free: ClassVar[bool] = False

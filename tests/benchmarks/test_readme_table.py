@@ -41,7 +41,7 @@ def layer(backend: str, us: float, *, mode: str = "", in_graph: bool = True) -> 
 
 def test_tables_of_layers_have_bounds_and_the_distance_to_them() -> None:
     """The result is made up, apart from its conditions."""
-    result = json.loads((RESULTS / "h100x4_layer_prefill.json").read_text("utf-8"))
+    result = json.loads((RESULTS / "h200x4_layer_v3_prefill.json").read_text("utf-8"))
     least = {"dispatch": 5.0, "products": 30.0, "combine": 5.0, "layer": 40.0}
     layers = [
         layer("all_gather", 90.0),

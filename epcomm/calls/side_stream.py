@@ -118,6 +118,7 @@ class StreamTransfers(Transfers[LaunchedCall]):
                     call.result = end.value
                 except BaseException as error:  # noqa: BLE001
                     call.error = error
+                    self._log_if_forgotten(call)
                 call.steps = None
                 call.end.record()
                 if call.error is not None and not isinstance(call.error, Exception):
@@ -140,10 +141,13 @@ class StreamTransfers(Transfers[LaunchedCall]):
         return call.result
 
     def _forget(self, call: LaunchedCall) -> None:
-        if call.error is not None:
-            # Nothing else shows it, and ranks without an error may wait for the rows of this one.
-            _logger.error("a begun call has failed (%s)", self._where, exc_info=call.error)
         self._forgotten.append(call)
+        self._log_if_forgotten(call)
+
+    def _log_if_forgotten(self, call: LaunchedCall) -> None:
+        # Nothing else shows the error, and ranks without one may wait for the rows of this rank.
+        if call.error is not None and call in self._forgotten:
+            _logger.error("a begun call has failed (%s)", self._where, exc_info=call.error)
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:

@@ -140,6 +140,10 @@ def test_an_error_is_raised_by_wait_alone_or_logged(
     transfers.begin(partial(at_once, lambda: 1 / 0), "C", must_wait=False)
     assert transfers.take_unfinished(is_last=True) is None
     assert "ZeroDivisionError" in caplog.text
+    # This one fails after its Pending was dropped.
+    transfers.begin(call(log, "D", ValueError("no rows")), "D", must_wait=False)
+    transfers.settle()
+    assert "no rows" in caplog.text
 
 
 def test_an_interrupt_ends_its_call(log: Log, transfers: StreamTransfers) -> None:

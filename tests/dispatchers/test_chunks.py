@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from epcomm.calls.transfers import ThreadTransfers
 from epcomm.dispatchers.dispatcher import Dispatcher
 from epcomm.experts import PipelinePath
 from epcomm.quantization import quantize
+from epcomm.runners import grouped_mm
 from epcomm.spec import HostLayout
 from epcomm.testing.data import BatchSpec, make_batch, make_weights
 from epcomm.testing.layer_suite import FP32_TOLERANCE
@@ -67,11 +69,16 @@ def test_chunks_change_only_the_sums_of_expert_gradients(
 ) -> None:
     # As on GPUs, the gradients of experts are computed for all chunks together.
     monkeypatch.setattr(ThreadTransfers, "are_free", way != "joined")
+    joined = Mock(wraps=grouped_mm._joined)
+    monkeypatch.setattr(grouped_mm, "_joined", joined)
     spec, checkpoints = replace(SPEC, dtype=dtype), way == "checkpointed"
     with EPGroup() as group:
         expected = results_of(layer_of(group, spec, backend=backend), spec)
         layer = layer_of(group, spec, backend=backend, chunks=NUM_CHUNKS)
         found = results_of(layer, spec, checkpoints=checkpoints)
+        # Once for each of both products.
+        assert group.calls.transfers is not None
+        assert joined.call_count == (0 if group.calls.transfers.are_free else 2)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             if name in ("y", "dx", "dw"):

@@ -9,8 +9,8 @@ A batch may be one chunk: then other work is done while it is sent, such as shar
 
 Backward runs the same pipeline from its end. For each chunk it computes the gradients of the rows,
 begins to return them, and computes the gradients of the experts meanwhile (LateGradient). On GPUs,
-where these take longer than the transfers, it computes them for all chunks at the end: else each
-chunk would read and write a sum in float32, 8 ms for 32 experts of DeepSeek-V3 on an H100.
+where these take longer than the transfers, it computes them for all chunks at the end: otherwise
+each chunk would read and write a sum in float32, 8 ms for 32 experts of DeepSeek-V3 on an H100.
 
 An error ends its chunk at the same call on all ranks, and the other chunks go on. So all ranks make
 the same calls, and the group stays usable.

@@ -7,7 +7,7 @@ magnitude of the block is known before anything is stored. down_fp8() multiplies
 from the counts on the device, so the host reads no count; rows past the counts are neither read nor
 written. Sums over a block of 128 are scaled and added in float32.
 
-One H200, 32 experts, H = 7168, I = 2048 (2026-11): 1024 rows read the matrices at 90% of the rate
+One H200, 32 experts, H = 7168, I = 2048 (2026-11): 1024 rows read the matrices at 94% of the rate
 of a copy.
 """
 

@@ -170,7 +170,7 @@ __device__ __forceinline__ void let_next_kernel_begin() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Waits until as many blocks have said so, and makes visible what they have stored.
+// Waits until `told` counts this number of blocks, and makes visible what they stored before tell().
 __device__ __forceinline__ void wait_for_blocks(const int* told, int num_blocks) {
     int found;
     do {
@@ -180,7 +180,7 @@ __device__ __forceinline__ void wait_for_blocks(const int* told, int num_blocks)
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// Says that results of this block are stored, which this thread knows from a barrier.
+// Counts this block in `told`. Its results are stored: the thread has waited for their barrier.
 __device__ __forceinline__ void tell(int* told) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(told) : "memory");
 }
@@ -210,7 +210,7 @@ struct Tiles {
     int slot;          // its first slot
     int end;           // tiles of all experts up to it
     int early;         // tiles that are computed before the first product has ended
-    int early_blocks;  // by so many blocks, which have no tile in its last round
+    int early_blocks;  // the number of blocks that compute them: those without a last tile of the first product
 
     __device__ Tiles(const Rows& rows, int num_column_tiles)
         : rows(rows), num_column_tiles(num_column_tiles), next(blockIdx.x), first_expert(0), early(0),
@@ -374,7 +374,7 @@ __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const S
             wait_for_blocks(rows.ahead, gridDim.x);
         } else if (!tile.is_early && !has_waited) {
             wait_for_kernel_before();
-            // The first-level cache may have scales of before, beside those of early tiles.
+            // The first-level cache may have the old values of scales in the lines of those of early tiles.
             if (number) wait_for_blocks(rows.ahead, 0);
             has_waited = true;
         }

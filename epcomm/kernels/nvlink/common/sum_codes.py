@@ -1,8 +1,9 @@
 """Sums in 8 or 4 bits in combine of low latency: codes, and a scale for each block of columns.
 
 In bulk the codes of a row are followed by its scales. In lines, SCALED_WORDS words of codes have
-one word of scales: a float32, or four powers of two or, of 4 bits, e4m3 numbers of a byte. Rows in
-4 bits have a float32 scale too: before the other scales in bulk, in the last of the lines.
+one word of scales: a float32, or four bytes, which are powers of two or, with codes of 4 bits, e4m3
+numbers. Rows in 4 bits have a float32 scale too: in bulk before the other scales, in lines in the
+last line.
 """
 
 from __future__ import annotations

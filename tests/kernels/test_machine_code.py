@@ -214,8 +214,10 @@ def test_operands_are_loaded_at_once_and_written_after_products(kernel: str, cod
     assert "ld.shared.v4.b32" in ptx
     assert "ld.shared.b16" not in ptx
     read: set[int] = set()
+    product_of = re.compile(r"HGMMA\S* R\d+, R(\d+),")
+    assert product_of.search(code[kernel]["sass"])
     for line in code[kernel]["sass"].splitlines():
-        if product := re.search(r"HGMMA\S* R\d+, R(\d+),", line):
+        if product := product_of.search(line):
             read |= {int(product[1]) + number for number in range(4)}
         elif "WARPGROUP.DEPBAR.LE gsb0, 0x0" in line:
             read = set()

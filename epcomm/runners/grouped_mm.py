@@ -26,7 +26,7 @@ from epcomm.weights.unquantized import ExpertTensors, ExpertWeights, LateGradien
 
 
 class Part(NamedTuple):
-    """The slots of one chunk, of which the gradient of the matrices is left' right.
+    """The slots of one chunk; the gradient of an expert's matrix is left.T @ right over its slots.
 
     left: [C, *].   right: [C, *].   ends: [L], int32, of each expert.
     """

@@ -222,8 +222,10 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Beg
     """Multiply rows by the gate and up matrices, then activate and quantise the products.
 
     From PACKED_BYTES on, rows of experts with PACKED_SLOTS_PER_EXPERT slots or more are copied into
-    the order of slots first, if C has so many for each expert; this allocates [C, H] bytes until
-    the call ends, and may take more than num_sms SMs. Host sync: none.
+    the order of slots first, if C has so many for each expert; this allocates [C, H] bytes, and may
+    take more than num_sms SMs. Host sync: none.
+
+    Returns: the argument `after` of down_fp8(), which keeps these bytes until it is dropped.
 
     Raises:
         ShapeError: rows that do not begin at multiples of 16 bytes, or a tensor of another shape,

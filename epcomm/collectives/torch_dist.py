@@ -1,5 +1,6 @@
 """Collectives over a torch.distributed process group: gloo, nccl, hccl."""
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -21,6 +22,7 @@ from epcomm.collectives.bounded import SLICE_S, BoundedWait
 from epcomm.collectives.failure_board import StoreFailureBoard
 from epcomm.collectives.gloo_threads import settle_at_exit
 from epcomm.errors import ConfigError, group_closed
+from epcomm.platforms.host import host_of_this_process
 
 # The device type that each backend supports.
 _DEVICE_OF_BACKEND = {"gloo": "cpu", "mpi": "cpu", "fake": "cpu", "nccl": "cuda", "hccl": "npu"}
@@ -35,6 +37,12 @@ _NUM_DIVISIONS = "epcomm/divisions"
 # takes memory of the device until torch destroys all groups.
 _separate_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
+# The connection of _connected() to the store of each process group. Making one may take seconds,
+# because torch asks a name server for the name of its address.
+_stores: WeakKeyDictionary[dist.ProcessGroup, PrefixStore] = WeakKeyDictionary()
+
+# Bytes of a message between hosts from which it is sent while another is received.
+_LARGE_BYTES = 2**16
 # Seconds by which gloo's own timeout is later than ours, so that ours is reported.
 _MARGIN_S = 0.25
 # Shortest timeout of Work.wait: it counts whole milliseconds, and 0 means no timeout.
@@ -62,6 +70,8 @@ class TorchDistCollectives(Collectives):
         self.process_group = process_group
         # Runs the exchanges; separate() and separate_begun() replace it.
         self._group: dist.ProcessGroup | None = process_group
+        # The ranks on other hosts, if the connections to them have no other users.
+        self._remote: tuple[int, ...] = ()
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         backend = _backend_of(process_group)
@@ -86,7 +96,7 @@ class TorchDistCollectives(Collectives):
             # of their own; separate_begun() makes it.
             return "" if self.device.type == "cuda" else super().separate()
         if self._group is self.process_group:
-            self._group = _connected(self, self._open_group(), range(self.world_size))
+            self._group, self._remote = _connected(self, self._open_group(), range(self.world_size))
         return ""
 
     def separate_begun(self) -> None:
@@ -149,9 +159,51 @@ class TorchDistCollectives(Collectives):
         if self.bounded is None:
             dist.all_to_all_single(recv, send, recv_rows, send_rows, group=group)
             return
+        if self._remote:
+            came, sent = (
+                _by_rank(rows, splits, self.world_size)
+                for rows, splits in ((recv, recv_rows), (send, send_rows))
+            )
+            large = [r for r in self._remote if max(came[r].nbytes, sent[r].nbytes) >= _LARGE_BYTES]
+            if large:
+                self._exchange_large(came, sent, large, phase)
+                return
         options = AllToAllOptions()
         start = partial(group.alltoall_base, recv, send, recv_rows, send_rows, options)
         _run(self.bounded, options, start, phase)
+
+    def _exchange_large(
+        self, recv: Sequence[Tensor], send: Sequence[Tensor], large: Sequence[int], phase: str
+    ) -> None:
+        """Exchange rows, by rank; with the ranks `large` in both directions at once.
+
+        In gloo's all-to-all, a rank tells another that it may send only behind its own message on
+        the same connection. So if one rank comes later, the two messages take turns, and the
+        exchange takes twice as long. Here every rank tells this first.
+        """
+        assert self.bounded is not None, "the host waits in collectives of gloo"
+        group = self._open_group()
+        if send[self.rank].numel():
+            recv[self.rank].copy_(send[self.rank])
+
+        def begin() -> list[dist.Work]:
+            begun = [group.recv([recv[r]], r, 0) for r in large if recv[r].numel()]
+            return begun + [group.send([send[r]], r, 0) for r in large if send[r].numel()]
+
+        # The all-to-all of the others also ends only when all ranks have come.
+        others = [r for r in range(self.world_size) if r != self.rank and r not in large]
+        recv_rows, send_rows = (
+            [len(rows) if r in others else 0 for r, rows in enumerate(side)]
+            for side in (recv, send)
+        )
+        sent = torch.cat([send[self.rank][:0], *(send[r] for r in others)])
+        came = recv[0].new_empty(sum(recv_rows), *recv[0].shape[1:])
+        options = AllToAllOptions()
+        start = partial(group.alltoall_base, came, sent, recv_rows, send_rows, options)
+        _run(self.bounded, options, start, phase, begin)
+        for rank, rows in enumerate(came.split(recv_rows)):
+            if rank in others:
+                recv[rank].copy_(rows)
 
     def _all_gather(self, recv: Tensor, tensor: Tensor, phase: str) -> None:
         recv, tensor = _as_bytes(recv.flatten()), _as_bytes(tensor.flatten())
@@ -188,23 +240,30 @@ class _GlooPart(TorchDistCollectives):
         """
         self.rank, self.world_size = list(ranks).index(whole.rank), len(ranks)
         self.device, self.bounded = whole.device, whole.bounded
-        self._group = _connected(whole, process_group, ranks)
+        self._group, self._remote = _connected(whole, process_group, ranks)
         settle_at_exit()
 
 
 def _connected(
     whole: TorchDistCollectives, process_group: dist.ProcessGroup, ranks: Sequence[int]
-) -> dist.ProcessGroup:
+) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
     """Connect `ranks` of `process_group` by connections that nothing else uses.
+
+    Returns: the connections, and the ranks on other hosts, numbered within `ranks`.
 
     Collective: yes, over all ranks of `whole`, each with its own part.
     """
     assert whole.bounded is not None, "the host waits in collectives of gloo"
     # gloo waits for keys of other ranks, and a store that waits serves no other thread: a clone has
-    # a connection of its own. torch's annotations do not declare clone().
-    store = process_group.get_group_store().clone()  # type: ignore[attr-defined]
+    # a connection of its own.
+    store = _stores.pop(process_group, None)
+    if store is None:
+        # torch's annotations do not declare clone().
+        store = process_group.get_group_store().clone()  # type: ignore[attr-defined]
     mine = store.add(_NUM_DIVISIONS, 1) if whole.rank == 0 else 0
-    number = whole.gather_records({"number": mine}, phase="dividing the ranks")[0]["number"]
+    record = {"number": mine, "host": host_of_this_process()}
+    found = whole.gather_records(record, phase="dividing the ranks")
+    number = found[0]["number"]
     # ProcessGroupGloo has all methods of a process group that are called here.
     connected = dist.ProcessGroupGloo(
         PrefixStore(f"{_NUM_DIVISIONS}/{number}/{ranks[0]}", store),
@@ -214,7 +273,16 @@ def _connected(
     )
     # A rank that closes its connections before others have made theirs would break those.
     whole.gather_records({"number": number}, phase="connecting the ranks")
-    return connected  # type: ignore[return-value]
+    # After an exception the store may still wait for an answer, so it is kept only here.
+    _stores[process_group] = store
+    hosts = [found[rank]["host"] for rank in ranks]
+    remote = tuple(r for r, host in enumerate(hosts) if host != record["host"])
+    return connected, remote  # type: ignore[return-value]
+
+
+def _by_rank(rows: Tensor, splits: Sequence[int], world_size: int) -> Sequence[Tensor]:
+    """Return the rows to or from each rank; splits: empty for equal ones."""
+    return rows.split(list(splits)) if splits else rows.tensor_split(world_size)
 
 
 def _run(
@@ -222,22 +290,29 @@ def _run(
     options: AllToAllOptions | AllgatherOptions,
     start: Callable[[], dist.Work],
     phase: str,
+    begin_messages: Callable[[], list[dist.Work]] = list,
 ) -> None:
-    """Run one gloo operation, which `start` begins with `options`, and wait for its end."""
+    """Run one gloo operation, which `start` begins with `options`, and wait for its end.
+
+    begin_messages: begins messages beside it, to and from ranks that take part in the operation.
+    """
     # Without its own timeout the operation would occupy a gloo thread for the timeout of the
     # process group, 30 minutes. Destroying the group, aborting it or exiting the process would wait
     # for that thread (seen in torch 2.13).
     options.timeout = timedelta(seconds=bounded.timeout_s + _MARGIN_S)
     start_s = bounded.begin(phase)
     work, is_broken = start(), False
+    step = partial(_wait_for, work)
     try:
+        messages = begin_messages()
+        if messages:
+            step = partial(_wait_for_all, work, messages, start_s + bounded.timeout_s)
         # Fast path: most exchanges end within the first slice.
-        if _wait_for(work, min(SLICE_S, bounded.timeout_s)):
+        if step(min(SLICE_S, bounded.timeout_s)):
             return
-    except RuntimeError:
-        # finish() calls the step again, which raises the same error again.
-        is_broken = True
-    bounded.finish(partial(_wait_for, work), phase, start_s, has_waited=not is_broken)
+    except RuntimeError as error:
+        step, is_broken = partial(_raise_again, error), True
+    bounded.finish(step, phase, start_s, has_waited=not is_broken)
 
 
 def _wait_for(work: dist.Work, seconds: float) -> bool:
@@ -248,6 +323,24 @@ def _wait_for(work: dist.Work, seconds: float) -> bool:
         # Either this wait timed out, or the operation failed: then it is completed, and wait()
         # raises its error immediately.
         return work.is_completed() and work.wait()
+
+
+def _wait_for_all(
+    work: dist.Work, messages: list[dist.Work], deadline_s: float, seconds: float
+) -> bool:
+    """Implement Step. When the operation has ended, all ranks have begun their messages."""
+    if not _wait_for(work, seconds):
+        return False
+    for message in messages:
+        # Not in slices, because a wait that times out closes the connections.
+        left_s = max(deadline_s - time.monotonic(), _SHORTEST_WAIT_S)
+        message.wait(timedelta(seconds=left_s))
+    return True
+
+
+def _raise_again(error: RuntimeError, seconds: float) -> bool:
+    """Implement Step for an operation that has failed."""
+    raise error
 
 
 def _backend_of(process_group: dist.ProcessGroup) -> str:

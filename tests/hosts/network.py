@@ -28,6 +28,9 @@ INTERFACE = "eth0"
 # Latency of a token bucket filter, and its burst: what a host that was idle sends at once. With a
 # burst as long as a message, each message after a computation would take no time.
 LATENCY, BURST_S, BURST_LIMITS = "100ms", 0.005, (2**14, 2**18)
+# Bytes of a packet: jumbo frames, as between hosts of a cluster. Here the cores that compute also
+# process the packets, which network adapters do elsewhere.
+MTU = 9000
 _NAME = re.compile(r"epcomm-(\d+)-[\w-]+")
 # Runs a command with $0 as the host name.
 _FURNISH = 'hostname "$0" && mount -t tmpfs shm /dev/shm && exec "$@"'
@@ -177,6 +180,8 @@ def _join(host: Host, bridge: str) -> None:
     port = f"port{host.number}"
     _run(["nsenter", f"--net={host.path}", "sh", "-c", _WITHOUT_IPV6])
     _in(host.namespace, f"link add {INTERFACE} type veth peer name {port}")
+    for each in (INTERFACE, port):
+        _in(host.namespace, f"link set {each} mtu {MTU}")
     _in(host.namespace, f"link set {port} netns {bridge}")
     _in(bridge, f"link set {port} master bridge up")
     _in(host.namespace, f"addr add {host.address}/24 dev {INTERFACE}")

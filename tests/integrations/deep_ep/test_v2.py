@@ -401,7 +401,9 @@ def test_events_order_calls_without_cuda(buffer: ElasticBuffer) -> None:
 
 def test_bad_input_of_one_rank_is_an_error_on_every_rank(buffer: ElasticBuffer) -> None:
     rank = buffer.rank_idx
+    # The first call of each kind chooses a buffer, which all ranks do together.
     dispatch(buffer)
+    dispatch(buffer, do_cpu_sync=False)
     x, topk_idx, weights = inputs_here(UNEVEN[rank], rank)
     out_of_range = {"topk_idx": topk_idx + NUM_EXPERTS}
     too_many = {

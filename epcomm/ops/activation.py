@@ -1,10 +1,55 @@
-"""Activations between the two matrices of an expert, in plain torch."""
+"""Activations between the two matrices of an expert."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
+from epcomm.ops.slots import WITH_DATA, row_ops_of
 from epcomm.weights.unquantized import Activation, ExpertFormat
+
+if TYPE_CHECKING:
+    from epcomm.ops.with_triton import TritonRowOps
+
+
+def activate_slots(
+    gate_up: Tensor, expert_format: ExpertFormat, slot_weights: Tensor | None
+) -> Tensor:
+    """Return activate(), with router weights [S] multiplied into it in sum_dtype() if they exist.
+
+    SwiGLU on a GPU is one kernel, which rounds once.   Differentiable once there.
+    """
+    is_plain = expert_format.activation is Activation.SWIGLU and not expert_format.is_interleaved
+    if is_plain and type(gate_up) in WITH_DATA and gate_up.dtype is not torch.float64:
+        ops = row_ops_of(gate_up.device)
+        if ops is not None:
+            return _SwiGLU.apply(gate_up, slot_weights, ops)
+    hidden = activate(gate_up, expert_format)
+    if slot_weights is None:
+        return hidden
+    return (hidden * slot_weights.unsqueeze(1)).to(hidden.dtype)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps only its operands for backward, which computes the activation again."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, gate_up: Tensor, slot_weights: Tensor | None, ops: TritonRowOps
+    ) -> Tensor:
+        ctx.save_for_backward(gate_up, slot_weights)
+        ctx.ops = ops  # type: ignore[attr-defined]
+        return ops.swiglu(gate_up, slot_weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        kept: Any = ctx
+        return *kept.ops.swiglu_backward(grad, *kept.saved_tensors), None
 
 
 def activate(gate_up: Tensor, expert_format: ExpertFormat) -> Tensor:

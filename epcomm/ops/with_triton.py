@@ -10,6 +10,7 @@ from epcomm.kernels.rows.scatter import scatter_tokens
 from epcomm.kernels.rows.sends import count_sends, order_sends
 from epcomm.kernels.rows.slot_index import number_slots
 from epcomm.kernels.rows.sums import dot_rows, sum_parts, sum_rows
+from epcomm.kernels.rows.swiglu import swiglu, swiglu_backward
 from epcomm.kernels.rows.tiles import row_stride
 from epcomm.kernels.rows.token_layout import write_token_layout
 from epcomm.platforms.cuda import start_read
@@ -57,6 +58,24 @@ class TritonRowOps:
         out = left.new_empty(left.shape[0], dtype=sum_dtype(left.dtype))
         dot_rows(left, right, out)
         return out
+
+    def swiglu(self, gate_up: Tensor, weights: Tensor | None) -> Tensor:
+        """Return silu(gate) * up, [C, I], multiplied by the weights [C] if they exist."""
+        gate_up = _with_adjacent_columns(gate_up)
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        swiglu(gate_up, None if weights is None else weights.contiguous(), out)
+        return out
+
+    def swiglu_backward(
+        self, grad: Tensor, gate_up: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of gate_up and of the weights, from that of swiglu()."""
+        grad, gate_up = _with_adjacent_columns(grad), _with_adjacent_columns(gate_up)
+        weights = None if weights is None else weights.contiguous()
+        of_weights = None if weights is None else torch.empty_like(weights)
+        of_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+        swiglu_backward(grad, gate_up, weights, of_gate_up, of_weights)
+        return of_gate_up, of_weights
 
     def index_slots(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.functional import grouped_mm
 
-from epcomm.ops.activation import activate
+from epcomm.ops.activation import activate_slots
 from epcomm.ops.precision import cast_experts, compute_dtype
 from epcomm.ops.slots import expert_of_slot, pack
 from epcomm.platforms.cuda import num_sms_of, temporary
@@ -76,13 +76,11 @@ class GroupedMMRunner(ExpertRunner):
         hidden = _product(slots, weights.gate_up_matrices(), ends, late_gate_up, num_sms)
         if weights.gate_up_bias is not None:
             hidden = hidden + bias_of_slots(weights.gate_up_bias, index, slots.shape[0])
-        hidden = activate(hidden, weights.format)
         scale = slot_weights_to_apply(dispatched, self.name)
-        if scale is not None:
-            if index.row_of_slot is not None and not index.is_dense:
-                # Weights of padding are undefined, and would enter the gradients of the experts.
-                scale = scale.masked_fill(index.row_of_slot < 0, 0)
-            hidden = weight_slots(hidden, scale)
+        if scale is not None and index.row_of_slot is not None and not index.is_dense:
+            # Weights of padding are undefined, and would enter the gradients of the experts.
+            scale = scale.masked_fill(index.row_of_slot < 0, 0)
+        hidden = activate_slots(hidden, weights.format, scale)
         results = _product(hidden, weights.down_matrices(), ends, late_down, num_sms)
         if weights.down_bias is not None:
             bias = bias_of_slots(weights.down_bias, index, slots.shape[0])

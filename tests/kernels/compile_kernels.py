@@ -53,6 +53,7 @@ from epcomm.kernels.rows.scatter import scatter_tokens
 from epcomm.kernels.rows.sends import count_sends, order_sends
 from epcomm.kernels.rows.slot_index import number_slots
 from epcomm.kernels.rows.sums import dot_rows, sum_parts, sum_rows
+from epcomm.kernels.rows.swiglu import swiglu, swiglu_backward
 from epcomm.kernels.rows.token_layout import write_token_layout
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.records import ReplicaTable
@@ -353,6 +354,10 @@ ROWS: Mapping[str, Callable[[], None]] = {
         rows(4, HIDDEN, U8, 2 * MESSAGE), i32(8), rows(8, HIDDEN, U8)
     ),
     "dots bf16": lambda: dot_rows(Y, Y, f32(2)),
+    "swiglu bf16": lambda: swiglu(rows(2, 2 * HIDDEN, BF16), f32(2), Y),
+    "swiglu backward bf16": lambda: swiglu_backward(
+        Y, rows(2, 2 * HIDDEN, BF16), f32(2), rows(2, 2 * HIDDEN, BF16), f32(2)
+    ),
     "sums bf16 weighted": lambda: sum_rows(rows(8, HIDDEN, BF16), i32(2, 8), Y, f32(8)),
     "sums fp32": lambda: sum_rows(f32(8, HIDDEN), i32(2, 8), f32(2, HIDDEN)),
     "sums of parts": lambda: sum_parts(torch.empty(8, 2, HIDDEN, dtype=BF16), Y),

@@ -1,0 +1,78 @@
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from epcomm.kernels.rows.swiglu import swiglu, swiglu_backward
+from tests.kernels.rows.test_rows import gap_of, poisoned
+
+# One column, an odd size, and more than one tile with the last one short.
+SHAPES = [
+    *((torch.bfloat16, width) for width in (1, 37, 1100)),
+    *((dtype, 37) for dtype in (torch.float16, torch.float32)),
+]
+# Operations in float32, each within one rounding, on values of order ten; then one to the dtype.
+FLOAT32_ROUNDINGS = 16 * torch.finfo(torch.float32).eps
+
+
+def formula(gate_up: Tensor, weights: Tensor | None) -> Tensor:
+    gate, up = gate_up.chunk(2, 1)
+    hidden = gate * torch.sigmoid(gate) * up
+    return hidden if weights is None else hidden * weights[:, None]
+
+
+def check_close(found: Tensor, expected: Tensor, terms: Tensor) -> None:
+    """Compare with a float64 result; terms: the sum of the magnitudes that were added."""
+    eps = torch.finfo(found.dtype).eps
+    # float16 rounds subnormal numbers to multiples of its smallest one.
+    tiny = torch.finfo(found.dtype).smallest_normal * eps
+    bound = eps / 2 * expected.abs() + FLOAT32_ROUNDINGS * terms + tiny
+    assert (found.double() - expected).abs().le(bound).all()
+
+
+@pytest.mark.parametrize("is_weighted", [True, False], ids=["weights", "no weights"])
+@pytest.mark.parametrize(("dtype", "width"), SHAPES, ids=str)
+def test_results_and_gradients_are_those_of_the_formula(
+    dtype: torch.dtype, width: int, is_weighted: bool, device: torch.device
+) -> None:
+    num_rows, generator = 7, torch.Generator().manual_seed(width)
+    gate_up = poisoned(num_rows, 2 * width, 6, dtype, device)
+    gate_up.copy_(4 * torch.randn(num_rows, 2 * width, generator=generator))
+    grad = poisoned(num_rows, width, 5, dtype, device)
+    grad.copy_(torch.randn(num_rows, width, generator=generator))
+    weights = torch.rand(num_rows, generator=generator).to(device) if is_weighted else None
+
+    out = torch.full((num_rows, width), float("nan"), dtype=dtype, device=device)
+    swiglu(gate_up, weights, out)
+    of_gate_up = torch.full_like(gate_up.contiguous(), float("nan"))
+    of_weights = None if weights is None else torch.full_like(weights, float("nan"))
+    swiglu_backward(grad, gate_up, weights, of_gate_up, of_weights)
+
+    wide = gate_up.double().requires_grad_()
+    wide_weights = None if weights is None else weights.double().requires_grad_()
+    expected = formula(wide, wide_weights)
+    expected.backward(grad.double())
+    assert wide.grad is not None
+    check_close(out, expected.detach(), expected.detach().abs())
+    # 1 + gate (1 - sigmoid) may cancel: its terms are at most 1 and |gate|.
+    gate, up = wide.detach().chunk(2, 1)
+    weight = 1.0 if weights is None else weights.double()[:, None]
+    terms = (grad.double() * weight * up).abs() * (1 + gate.abs())
+    check_close(of_gate_up[:, :width], wide.grad[:, :width], terms)
+    check_close(of_gate_up[:, width:], wide.grad[:, width:], wide.grad[:, width:].abs())
+    if of_weights is not None and wide_weights is not None:
+        assert wide_weights.grad is not None
+        products = (grad.double() * formula(wide.detach(), None)).abs().sum(1)
+        check_close(of_weights, wide_weights.grad, products)
+    assert gap_of(gate_up).isnan().all()
+    assert gap_of(grad).isnan().all()
+
+
+def test_limits_of_the_sigmoid(device: torch.device) -> None:
+    gate_up = torch.tensor([[-200.0, 200.0, 3.0, 3.0]], device=device)
+    out, of_gate_up = torch.empty(1, 2, device=device), torch.empty(1, 4, device=device)
+    swiglu(gate_up, None, out)
+    swiglu_backward(torch.ones(1, 2, device=device), gate_up, None, of_gate_up, None)
+    assert out.tolist() == [[0.0, 600.0]]
+    assert of_gate_up.tolist() == [[0.0, 3.0, 0.0, 200.0]]

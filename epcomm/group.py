@@ -44,7 +44,7 @@ class EPGroup:
         self,
         ranks: dist.ProcessGroup | DeviceMesh | MPI.Comm | Collectives | int | None = None,
         *,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         """Wrap the ranks that share experts; the caller still owns the argument.
 
@@ -73,7 +73,8 @@ class EPGroup:
         self._mesh = mesh if mesh is not None and mesh.ndim == 1 else None
         self.hosts: HostLayout | None = None if mesh is None else _hosts_of(mesh)
         self._owns_collectives = self.collectives is not ranks
-        if device is not None and device.type != self.collectives.device.type:
+        device = self.collectives.device if device is None else torch.device(device)
+        if device.type != self.collectives.device.type:
             self.collectives = StagedCollectives(self.collectives, device)
         self.calls = Calls.of(self.collectives)
         self.rank = self.collectives.rank

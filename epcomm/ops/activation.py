@@ -41,7 +41,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, gate_up: Tensor, slot_weights: Tensor | None, ops: TritonRowOps
     ) -> Tensor:
-        ctx.save_for_backward(gate_up, slot_weights)
+        ctx.save_for_backward(gate_up, slot_weights)  # type: ignore[arg-type]
         ctx.ops = ops  # type: ignore[attr-defined]
         return ops.swiglu(gate_up, slot_weights)
 

@@ -182,6 +182,15 @@ def test_ranks_connect_while_another_thread_waits_on_the_store(group: EPGroup) -
 
 
 @pytest.mark.ranks(2)
+def test_groups_over_a_process_group_share_one_client_of_its_store() -> None:
+    stores = []
+    for _ in range(2):
+        TorchDistCollectives(dist.group.WORLD).separate()
+        stores.append(torch_dist._stores[dist.group.WORLD])
+    assert stores[0] is stores[1]
+
+
+@pytest.mark.ranks(2)
 def test_ranks_wait_for_all_to_connect(group: EPGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     # Closing a connection breaks those that other ranks still make.
     connect = dist.ProcessGroupGloo

@@ -281,6 +281,7 @@ def test_a_call_that_nobody_waits_for_in_time_is_reported_by_close() -> None:
     del begun
 
 
+@needs_threads
 @pytest.mark.ranks(2)
 def test_close_does_not_wait_for_calls_that_it_cancels() -> None:
     group, may_go_on = EPGroup(), Event()

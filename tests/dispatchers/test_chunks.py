@@ -24,7 +24,7 @@ from epcomm.testing.oracle import relative_error
 from epcomm.types import WireDtype, WireFormat
 from epcomm.weights.unquantized import LateGradient
 from tests.cases.recorder import Recorder
-from tests.dispatchers.test_transfers import BACKENDS, BATCH
+from tests.dispatchers.test_transfers import BACKENDS, BATCH, needs_threads
 
 NUM_RANKS, NUM_CHUNKS = 2, 4
 # Rank 0 has no tokens and rank 1 fewer than chunks; with four ranks, rank 3 has more.
@@ -106,6 +106,7 @@ def inputs_of(layer: ExpertParallelExperts, spec: BatchSpec) -> tuple[Tensor, To
     return batch.x, batch.topk
 
 
+@needs_threads
 @pytest.mark.ranks(NUM_RANKS)
 def test_chunks_are_sent_while_others_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
@@ -133,6 +134,7 @@ def test_chunks_are_sent_while_others_are_computed(monkeypatch: pytest.MonkeyPat
         assert recorder.on_caller == 0
 
 
+@needs_threads
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

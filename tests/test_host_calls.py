@@ -12,7 +12,6 @@ from epcomm import (
     ExpertParallelExperts,
     Mode,
     MoESpec,
-    RowsDispatchOutput,
 )
 from epcomm.testing.data import BatchSpec, make_batch, make_weights, random_ids
 
@@ -46,7 +45,6 @@ def test_calls_run_few_functions(mode: Mode) -> None:
         dispatcher = DISPATCHERS[mode](group, spec, config)
         layer = ExpertParallelExperts(make_weights(BATCH, 1), group, config, top_k=BATCH.top_k)
         out = dispatcher.dispatch(x, topk)
-        assert isinstance(out, RowsDispatchOutput), "the backend returns rows"
         rows = batch.x.new_ones(out.num_slots, BATCH.hidden_size)
         dispatcher.combine(out.combine_input(rows))
         with torch.no_grad():

@@ -277,7 +277,6 @@ def test_shared_experts_run_while_rows_are_sent(
         moe.zero_grad()
         x = tokens(group.rank, group.device)
         y = moe(x)
-        assert isinstance(y, Tensor)
         (y * y).sum().backward()
         given = [x.grad, *(each.grad for each in moe.parameters())]
         return [y.detach(), *(each.clone() for each in given if each is not None)]
@@ -323,6 +322,4 @@ def test_failure_of_shared_experts_is_reported_to_the_ranks_that_combine(group: 
         with pytest.raises(EPError, match="on rank 1"):
             moe(x)
     again = moe(x)
-    assert isinstance(y, Tensor)
-    assert isinstance(again, Tensor)
     assert torch.equal(again, y)

@@ -57,7 +57,6 @@ class Host:
         return TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
 
     def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None, "it has started"
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:

@@ -60,7 +60,6 @@ def test_gradients_of_rows_outlive_the_buffers_next_call() -> None:
     y = combine_rows(cast(Buffer, buffer), combine_input_of(rows), torch.float32)
     y.sum().backward()
     buffer.received.fill_(7.0)
-    assert rows.grad is not None
     assert (rows.grad == 2).all()
 
 

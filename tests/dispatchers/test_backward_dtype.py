@@ -76,7 +76,6 @@ def check_gradients(way: str, backward_dtype: WireDtype | None) -> None:
         (dx, dy * slope, bound * slope),
         (weights.grad, factors * (dy * x).sum(1, True), factors * (bound * x.abs()).sum(1, True)),
     ):
-        assert found is not None, "gradients are needed"
         assert ((found.double() - expected).abs() <= most).all()
 
 
@@ -89,7 +88,6 @@ def test_other_formats_and_backends_are_refused() -> None:
     with pytest.raises(ConfigError, match="plan: backward_dtype is mxfp8 with sum_groups and redu"):
         plan(replace(config, sum_groups=4, redundant_experts=0), spec_of(4))
     decode = plan(replace(config, backend="collective"), spec_of(4)).decode
-    assert decode is not None, "the config has a limit of tokens"
     assert decode.buffer_spec.backward_format is None
     for mode, backend, reason in (
         ("low_latency", "collective", "has no gradients"),

@@ -15,7 +15,6 @@ from epcomm import (
     EPConfig,
     EPGroup,
     MoESpec,
-    RowsDispatchOutput,
     StandardDispatcher,
     TopKOutput,
 )
@@ -70,7 +69,6 @@ def test_only_compared_calls_have_a_header_of_their_own(
         x, ids = torch.ones(NUM_TOKENS, SPEC.hidden_size), torch.zeros(NUM_TOKENS, 2).long()
         ids[:, 1] = 1
         out = dispatcher.dispatch(x, TopKOutput(topk_ids=ids, topk_weights=torch.ones(ids.shape)))
-        assert isinstance(out, RowsDispatchOutput)
         is_compared = waits or compares
         has_header = is_compared or dispatch_header == "always"
         assert len(collectives.phases) == 1 + has_header

@@ -221,7 +221,6 @@ def test_backward_of_a_call_follows_the_calls_begun_before(backend: str) -> None
             begun = rank.dispatcher.dispatch_async(rank.batch.x, rank.batch.topk)
         (y * rank.batch.dy).sum().backward()
         begun.wait()
-        assert x.grad is not None
         assert torch.equal(x.grad, expected)
 
 
@@ -289,7 +288,6 @@ def test_close_does_not_wait_for_calls_that_it_cancels() -> None:
     if transfers is None:
         Rank(group, "collective")
         transfers = group.calls.transfers
-    assert transfers is not None
     running = transfers.begin(lambda: at_once(lambda: may_go_on.wait(LIMIT_S)), "a call")
     waiting = transfers.begin(lambda: at_once(lambda: None), "another call")
     transfers.close()

@@ -394,7 +394,6 @@ def quantize_to_fp8(dtype: torch.dtype, scales: torch.dtype, *, has_e4m3: bool =
 def convert_micro(dtype: WireDtype, *, restores: bool = False) -> None:
     """Quantise to a format that needs no other name than that of its dtype, or restore it."""
     wire = WireFormat(dtype=dtype)
-    assert wire.scale_dtype is not None, "a quantised format"
     items, scales = wire.num_items(HIDDEN), wire.num_scales(HIDDEN)
     data = rows(4, items, torch.uint8, 2 * MESSAGE).view(wire.dtype.torch_dtype)
     out = WireTensor(data=data, format=wire, scales=rows(4, scales, wire.scale_dtype, MESSAGE))

@@ -63,7 +63,6 @@ def test_worked_packing() -> None:
 def test_recorded_word_of_power_of_two_scales() -> None:
     """Four blocks with the scale 2**-4 are 0x7B7B7B7B in DeepEP's recording."""
     wire = quantize(torch.full((1, 512), 18.0), FP8_POWER_OF_TWO_SCALES)
-    assert wire.scales is not None
     assert pack_scales(wire.scales).tolist() == [[0x7B7B7B7B]]
 
 
@@ -104,7 +103,6 @@ def test_inverse_restores_all_bits(
 def test_dequantising_reads_every_layout(layout: ScaleLayout) -> None:
     x = torch.randn(5, 700)
     wire = quantize(x, FP8_POWER_OF_TWO_SCALES)
-    assert wire.scales is not None
     arranged = replace(wire, scales=arrange_scales(wire.scales, layout), scale_layout=layout)
     assert torch.equal(dequantize(arranged, torch.float32), dequantize(wire, torch.float32))
 
@@ -116,7 +114,6 @@ def test_only_powers_of_two_are_packed() -> None:
 
 def arranged_wire(wire_format: WireFormat, layout: ScaleLayout, num_rows: int = 5) -> WireTensor:
     wire = quantize(torch.ones(num_rows, 700), wire_format)
-    assert wire.scales is not None
     return replace(wire, scales=arrange_scales(wire.scales, layout), scale_layout=layout)
 
 
@@ -136,7 +133,6 @@ def test_scales_inside_rows_of_a_message_and_of_masked_batches_pass() -> None:
     apart_wire = replace(wire, scales=apart, scale_layout=None)
     check_scales(apart_wire, ROW_MAJOR, caller="grouped_mm")
     masked = quantize(torch.ones(2, 5, 700), FP8_FLOAT32_SCALES)
-    assert masked.scales is not None
     arranged = arrange_scales(masked.scales, COLUMNS)
     in_columns = replace(masked, scales=arranged, scale_layout=COLUMNS)
     check_scales(in_columns, COLUMNS, caller="grouped_mm")
@@ -180,11 +176,8 @@ def test_scales_travel_row_major_and_are_copied_only_where_they_must(layout: Sca
     # Three blocks, which do not fill a word.
     x = torch.arange(5 * 384, dtype=torch.float32).view(5, 384)
     wire = quantize(x, FP8_POWER_OF_TWO_SCALES if layout.packed else FP8_FLOAT32_SCALES)
-    assert wire.scales is not None
     given = replace(wire, scales=arrange_scales(wire.scales, layout), scale_layout=layout)
     found = row_major(given)
-    assert found.scales is not None
-    assert given.scales is not None
     assert found.scales.stride(-1) == 1
     assert torch.equal(as_bytes(found.scales), as_bytes(wire.scales))
     assert found.data is wire.data

@@ -212,12 +212,9 @@ def test_int8_rows_are_made_as_the_configuration_says(monkeypatch: pytest.Monkey
             dispatcher = DeepEPLowLatencyDispatcher(group, spec, config)
             out = dispatcher.dispatch(x, topk)
             assert isinstance(out, RowsDispatchOutput)
-            assert out.index.row_of_slot is not None
-            assert out.hidden_states.scales is not None
             # The rows from rank 0 and from rank 1.
             rows = out.index.row_of_slot[:2].tolist()
             wanted = quantize(theirs[:, group.rank], INT8_PER_TOKEN, profile=profile)
-            assert wanted.scales is not None
             assert torch.equal(out.hidden_states.data[rows], wanted.data), profile
             assert torch.equal(out.hidden_states.scales[rows], wanted.scales), profile
             seen.add((wanted.data.cpu().numpy().tobytes(), wanted.scales.cpu().numpy().tobytes()))
@@ -313,7 +310,6 @@ def expected_sums(call: DispatchCall, world_size: int, sums: WireFormat | None =
 def check_rows(out: Dispatched, number: int, rank: int, world_size: int) -> None:
     """Check that each row with a slot is that of its source and token."""
     slots_of_row = out.index.slots_of_row
-    assert slots_of_row is not None
     for row, slots in enumerate(slots_of_row.tolist()):
         if max(slots) >= 0:
             source, token = divmod(row, MAX_TOKENS)
@@ -324,7 +320,6 @@ def check_rows(out: Dispatched, number: int, rank: int, world_size: int) -> None
 def compute(out: Dispatched, rank: int) -> Tensor:
     """Return the results of a rank's experts for their slots, [C, H], NaN elsewhere."""
     row_of_slot = out.index.row_of_slot
-    assert row_of_slot is not None
     results = out.rows.data.new_full((row_of_slot.numel(), HIDDEN), float("nan"))
     first = out.index.first_slot.tolist()
     for expert, count in enumerate(out.index.num_tokens_per_expert.tolist()):
@@ -425,7 +420,6 @@ def test_a_batch_is_combined_until_its_memory_is_reused(kind: type[NVLinkLowLate
                 assert torch.equal(pending.wait(), wanted * factor)
             else:
                 early = pending
-        assert early is not None
         assert torch.equal(early.wait(), wanted * 2)
         # One rank refuses to combine again: all hear of it, and may try once more.
         if rank == 0:
@@ -524,7 +518,6 @@ def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group:
         call = call_of(number, rank, world_size, group.device)
         out = buffer.dispatch(call)
         row_of_slot = out.index.row_of_slot
-        assert row_of_slot is not None
         sources = {row // MAX_TOKENS for row in row_of_slot.tolist() if row >= 0}
         assert dead not in sources
         check_rows(out, number, rank, world_size)
@@ -617,7 +610,6 @@ def test_refused_combine_is_of_the_batch_that_is_meant(monkeypatch: pytest.Monke
         inputs = []
         for out in outs:
             assert isinstance(out, RowsDispatchOutput)
-            assert out.index.row_of_slot is not None
             results = torch.zeros(
                 len(out.index.row_of_slot), HIDDEN, dtype=torch.bfloat16, device=group.device
             )

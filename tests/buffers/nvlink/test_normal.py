@@ -145,7 +145,6 @@ def test_scalars_return_to_a_rank_that_has_received_no_rows() -> None:
             _, found = buffer.combine(
                 rows, out.exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars
             )
-            assert found is not None
             expected = torch.where(topk_ids >= 0, 3 + topk_ids - NUM_LOCAL, 0)
             assert torch.equal(found, expected.float())
 
@@ -259,7 +258,6 @@ def test_memory_grows_with_the_tokens_and_routes_outlive_it() -> None:
         assert torch.equal(y, large.unquantized * factors)
         assert torch.equal(combine(buffer, early, results), expected_sums(call, group.world_size))
         again = buffer.cached_dispatch(call.unquantized, early.exchange_plan)
-        assert early.index.row_of_slot is not None
         rows = early.index.row_of_slot.long()
         assert torch.equal(again[rows], early.rows.data[rows])
 
@@ -365,7 +363,6 @@ def check_cached_exchange_plan(
     is_left = without_the_dead(call).topk_ids >= 0
     scalars = torch.ones(len(rows), TOP_K, device=rows.device)
     y, sums = buffer.combine(rows, exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars)
-    assert sums is not None
     owners = torch.where(is_left, call.topk_ids // NUM_LOCAL, -1)
     num_ranks = sum((owners == rank).any(dim=1, keepdim=True).int() for rank in range(3))
     num_ranks = torch.as_tensor(num_ranks)
@@ -496,7 +493,6 @@ def test_experts_of_rows_come_with_them_as_the_index_has_them(backend: str) -> N
             call = call_of(2, group.rank, group.world_size, group.device)
             out = buffer.dispatch(RowTopkCall(**{**vars(call), "flags": flags}))
             assert isinstance(out, RowTopkDispatched)
-            assert out.slot_weights is not None
             wanted = row_topk(out.index, out.slot_weights)
             # Rows that were not received, if any, have no experts in either result.
             for found, each in zip(out.row_topk, wanted, strict=True):

@@ -19,7 +19,7 @@ from epcomm import (
 from epcomm.buffers.base import Buffer
 from epcomm.buffers.shared_memory import buffer as shared_memory
 from epcomm.buffers.shared_memory import memory as host_memory
-from epcomm.buffers.shared_memory.buffer import HostMover, SharedMemoryBuffer
+from epcomm.buffers.shared_memory.buffer import HostMover
 from epcomm.buffers.shared_memory.memory import HostMemory, HostRegion
 from epcomm.collectives.torch_dist import TorchDistCollectives
 from epcomm.config import Mode
@@ -51,7 +51,6 @@ def test_a_block_of_each_rank_is_seen_by_all_and_has_no_name(group: EPGroup) -> 
 
 def test_closed_group_leaves_the_headers_to_another_over_the_same_collectives() -> None:
     process_group = dist.new_group()
-    assert isinstance(process_group, dist.ProcessGroup)
     collectives = TorchDistCollectives(process_group)
     collectives.bounded.timeout_s = 5.0
     closed, used = EPGroup(collectives), EPGroup(collectives)
@@ -220,7 +219,6 @@ def test_auto_asks_for_room_and_falls_back_with_a_reason(
 def test_a_closed_buffer_refuses_and_holds_nothing(group: EPGroup) -> None:
     env, spec = env_of(group), BATCH_SPECS["uneven"]
     buffer: Buffer = env.open(spec)
-    assert isinstance(buffer, SharedMemoryBuffer)
     batch = env.batches(spec)[group.rank]
     buffer.dispatch(make_call(batch))
     group.close()

@@ -184,7 +184,6 @@ def test_rows_and_weights_along_a_handle_that_are_not_expanded(
     count = num_messages(handle)
     for mine, other in zip(found[:3], expected[:3], strict=True):
         assert isinstance(mine, Tensor)
-        assert isinstance(other, Tensor)
         assert mine.shape == other.shape
         assert torch.equal(mine[:count], other[:count])
     assert buffer.dispatch(x, handle=handle, num_sms=8)[2] is None
@@ -372,7 +371,6 @@ def test_autograd_is_left_to_the_caller(do_expand: bool, buffer: ElasticBuffer) 
     along = dispatch(
         buffer, x, handle=handle, do_expand=do_expand, topk_weights=own_weights.clone()
     )[0]
-    assert weights is not None
     assert not any(each.requires_grad for each in (recv_x, weights, along))
     y, sums, _ = buffer.combine(recv_x.requires_grad_(), handle, weights.requires_grad_())
     assert not y.requires_grad

@@ -104,7 +104,6 @@ def make_rows(
     wire = quantize(x, quantized if case.is_quantized else WireFormat.of(case.dtype))
     if not case.is_strided:
         return wire
-    assert wire.scales is not None
     return replace(wire, data=apart(wire.data), scales=apart(wire.scales))
 
 
@@ -153,7 +152,6 @@ def check_poison_stays_in_its_rows(
     case = Case(dtype=weights.dtype, is_quantized=False)
     dispatched = record(case, weights.hidden_size, weights.wire_format, device)
     assert isinstance(dispatched, RowsDispatchOutput)
-    assert dispatched.index.row_of_slot is not None
     clean = dispatched.hidden_states.data
     broken = clean.clone()
     for column, (slot, value) in enumerate(POISON.items()):

@@ -56,7 +56,6 @@ def test_runner_equals_a_float64_model(case: Case, device: torch.device) -> None
     results = Int8TritonRunner().run(dispatched, weights).hidden_states
     assert (results.dtype, results.shape[-1]) == (case.dtype, HIDDEN)
     index = make_index(device, case.expert_alignment)
-    assert index.row_of_slot is not None
     plain = replace(case, is_quantized=False, is_strided=False)
     x = make_rows(plain, index, HIDDEN, INT8_PER_TOKEN, device).data.double().cpu()
     slot_weights = torch.rand(slot_records.NUM_SLOTS, generator=torch.Generator().manual_seed(4))
@@ -219,7 +218,6 @@ def test_hidden_rows_get_the_bits_of_quantize(
     assert (codes[~is_used] == 55).all()
     assert (scales[~is_used] == -7).all()
     expected = quantize(hidden[is_used], INT8_PER_TOKEN, profile=profile)
-    assert expected.scales is not None
     assert torch.equal(codes[is_used], expected.data)
     assert torch.equal(scales[is_used].view(torch.int32), expected.scales.view(torch.int32))
 

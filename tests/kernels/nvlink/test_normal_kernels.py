@@ -128,7 +128,6 @@ def plan_of(
 
 
 def values(tensor: Tensor | None) -> list[float]:
-    assert tensor is not None
     return tensor.flatten().tolist()
 
 

@@ -218,7 +218,6 @@ class Rank:
         if number % 3 == 0 or not has_rows:
             return has_rows and not self.peers.report.any()
         results = torch.zeros(self.sizes.num_slots, HIDDEN, dtype=torch.bfloat16)
-        assert index.row_of_slot is not None
         for expert in range(NUM_LOCAL):
             first = int(index.first_slot[expert])
             slots = slice(first, first + int(index.num_tokens_per_expert[expert]))

@@ -347,8 +347,6 @@ def test_megatron_dev_deepep_v2() -> None:
         allocate_on_comm_stream=True,
     )
     event.current_stream_wait()
-    assert isinstance(rows, Tensor)
-    assert ids is not None
     # The engine saves the tensors of a handle for backward, and restores them by name.
     saved = handle.psum_num_recv_tokens_per_expert
     handle.psum_num_recv_tokens_per_expert = saved.clone()

@@ -24,8 +24,8 @@ from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from fakes.ascend import limits, registry
 from tests.cases.blocks import BLOCKS, HIDDEN, NUM_EXPERTS, qwen3_moe
+from tests.cases.operators import expect_gating_calls
 from tests.cases.recorder import Recorder
-from tests.routing.calls import expect_gating_calls
 
 # Only routed experts; tests/integrations has all kinds of block.
 PLAIN = ["qwen3_moe", "mixtral"]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from epcomm import (
     DeepEPNormalDispatcher,
@@ -30,6 +29,7 @@ from epcomm.buffers.collective.all_to_all import SendPlan
 from epcomm.records import at_once
 from epcomm.spec import HostLayout
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, make_weights
+from tests.cases.operators import Operators
 from tests.cases.recorder import LIMIT_S, Recorder
 from tests.multi_rank import BACKEND_ENV, SHARED_GPUS
 
@@ -358,20 +358,9 @@ def test_a_failure_on_the_thread_is_raised_by_wait_on_all_ranks(
         rank.check_usable()
 
 
-class Seeing(TorchDispatchMode):
-    def __torch_dispatch__(  # type: ignore[override]
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.ranks(2)
 def test_calls_are_not_begun_where_a_mode_must_see_them() -> None:
-    with rank_over("collective") as rank, Seeing():
+    with rank_over("collective") as rank, Operators():
         assert not rank.dispatcher.is_asynchronous
         begun = rank.dispatcher.dispatch_async(rank.batch.x, rank.batch.topk)
         rank.dispatcher.combine_async(rank.results(begun.wait())).wait()

@@ -13,7 +13,7 @@ from epcomm.routing.ascend_gating import OPERATOR, AscendGate
 from epcomm.routing.choose import RouterChoice, choose_router
 from epcomm.routing.triton_gating import TritonGate
 from fakes.ascend.operators.gating import moe_gating_top_k
-from tests.routing.calls import expect_gating_calls
+from tests.cases.operators import expect_gating_calls
 
 pytestmark = pytest.mark.usefixtures("npu_operators")
 

@@ -20,7 +20,7 @@ from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.routing import RoutingSpec, presets, route
 from epcomm.routing.choose import choose_router
 from epcomm.routing.triton_gating import MAX_EXPERTS, MAX_TOP_K, TritonGate
-from tests.routing.calls import Operators
+from tests.cases.operators import Operators
 from tests.routing.cases import PRESETS, bias_for, every_spec, pick_spec, spread_logits
 from tests.routing.gate_comparison import Comparison, compare
 

@@ -5,14 +5,12 @@ A process plays all ranks, one after another: every word is stored before it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 import triton.language as tl
@@ -41,6 +39,7 @@ from epcomm.kernels.nvlink.lines import dispatch_send
 from epcomm.protocol import FLAGS_SHIFT, FaultCode, Wait, decode_abort
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat, WireTensor
+from tests.cases.operators import Operators
 from tests.kernels.nvlink.peers import peer_blocks
 
 BF16 = WireFormat.of(torch.bfloat16)
@@ -263,20 +262,8 @@ def test_sums_are_signalled_and_awaited_by_chunk(device: torch.device) -> None:
     assert receiver.exchange.peers.report[0] == Wait.COMBINE
 
 
-class Allocations(TorchDispatchMode):
-    """A mode that counts allocations."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        self.count += "empty" in str(func)
-        return func(*args, **(kwargs or {}))
+def num_allocations(seen: Operators) -> int:
+    return sum("empty" in name for name in seen.names)
 
 
 def test_sums_are_given_memory_before_they_are_sent(
@@ -284,15 +271,17 @@ def test_sums_are_given_memory_before_they_are_sent(
 ) -> None:
     # The receiver may run beside kernels whose inputs the host has freed since.
     allocated: list[int] = []
-    with Allocations() as seen:
+    with Operators() as seen:
 
         def send(exchange: object, rows: Tensor, weights: Tensor, *_: object, **__: object) -> None:
             assert weights.is_contiguous()
-            allocated.append(seen.count)
+            allocated.append(num_allocations(seen))
 
         monkeypatch.setattr(ll_launchers, "send_combine", send)
         monkeypatch.setattr(
-            ll_launchers, "receive_combine", lambda *_, **__: allocated.append(seen.count)
+            ll_launchers,
+            "receive_combine",
+            lambda *_, **__: allocated.append(num_allocations(seen)),
         )
         rank = make_ranks(2, device, line_tokens=0)[0]
         buffer = object.__new__(NVLinkLowLatencyBuffer)
@@ -304,7 +293,7 @@ def test_sums_are_given_memory_before_they_are_sent(
         receive_buffer = ReceiveBuffer.of(rank.exchange.peers, 0, received, 8, 1)
         # A caller may pass a column of a larger tensor.
         weights = torch.zeros(8, 2, device=device)[:, 0]
-        before = seen.count
+        before = num_allocations(seen)
         y = buffer._send_results(receive_buffer, rows, 3, slot_weights=weights)
         assert buffer._take_sums(receive_buffer, y) is y
     assert y.shape == (3, HIDDEN)

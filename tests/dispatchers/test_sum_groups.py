@@ -6,7 +6,7 @@ ranks is compared with it, so all of them agree with one another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -168,12 +168,6 @@ def compute(out: RowsDispatchOutput, slope: Tensor) -> Tensor:
     expert = expert.clamp(max=len(counts) - 1)
     is_used = slots - starts[expert] < counts[expert]
     return torch.where(is_used.unsqueeze(1), rows * slope[expert].unsqueeze(1), float("nan"))
-
-
-@pytest.fixture
-def group(ep_ranks: object) -> Iterator[EPGroup]:
-    with EPGroup(ep_ranks) as found:  # type: ignore[arg-type]
-        yield found
 
 
 def run(

@@ -30,17 +30,6 @@ FORMATS = [
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def small_blocks(wire_format: WireFormat, block: int) -> WireFormat:
-    return WireFormat(
-        dtype=wire_format.dtype, scale_block=block, scale_dtype=wire_format.scale_dtype
-    )
-
-
-def scales_of(wire: WireTensor) -> torch.Tensor:
-    assert wire.scales is not None
-    return wire.scales
-
-
 def bits_of(number: float) -> str:
     return np.float32(number).tobytes()[::-1].hex()
 
@@ -50,10 +39,10 @@ def test_recorded_rows_are_bit_equal(row: dict) -> None:
     x = torch.full((1, 256), float(row["x"][2]), dtype=torch.bfloat16)
     x[0, :2] = torch.tensor(row["x"][:2])
     wire = quantize(x, FP8_FLOAT32_SCALES)
-    assert [bits_of(scale) for scale in scales_of(wire)[0, :1].tolist()] == [row["float32"]["bits"]]
+    assert [bits_of(scale) for scale in wire.scales[0, :1].tolist()] == [row["float32"]["bits"]]
     assert wire.data[0, :3].float().tolist() == row["float32"]["codes"]
     wire = quantize(x, FP8_POWER_OF_TWO_SCALES)
-    assert as_bytes(scales_of(wire))[0, 0].item() == row["power_of_two"]["byte"]
+    assert as_bytes(wire.scales)[0, 0].item() == row["power_of_two"]["byte"]
     assert wire.data[0, :3].float().tolist() == row["power_of_two"]["codes"]
 
 
@@ -67,14 +56,14 @@ def test_power_of_two_scales_equal_frexp_at_every_boundary() -> None:
     expected = [
         oracle.smallest_exponent(max(a, float(np.float32(1e-4)))) + 127 for a in amax.tolist()
     ]
-    assert as_bytes(scales_of(wire)).flatten().tolist() == expected
+    assert as_bytes(wire.scales).flatten().tolist() == expected
 
 
 @pytest.mark.parametrize("wire_format", [*FORMATS, INT8_PER_TOKEN])
 def test_no_tokens(wire_format: WireFormat) -> None:
     wire = quantize(torch.zeros(0, 300), wire_format)
     assert wire.data.shape == (0, 300)
-    assert scales_of(wire).shape == (0, 3 if wire_format.scale_block else 1)
+    assert wire.scales.shape == (0, 3 if wire_format.scale_block else 1)
     assert dequantize(wire, torch.bfloat16).shape == (0, 300)
 
 
@@ -86,16 +75,16 @@ def test_leading_dimensions_and_strides_change_nothing(wire_format: WireFormat) 
     assert_same_bits(quantize(strided, wire_format), flat)
     masked = quantize(x.view(3, 4, 300), wire_format)
     assert masked.data.shape == (3, 4, 300)
-    assert scales_of(masked).shape == (3, 4, scales_of(flat).shape[1])
+    assert masked.scales.shape == (3, 4, flat.scales.shape[1])
     assert torch.equal(as_bytes(masked.data).flatten(0, 1), as_bytes(flat.data))
     restored = dequantize(masked, torch.float32).flatten(0, 1)
     assert torch.equal(restored.nan_to_num(), dequantize(flat, torch.float32).nan_to_num())
 
 
 def test_one_scale_a_row() -> None:
-    per_row = small_blocks(FP8_FLOAT32_SCALES, 0)
+    per_row = replace(FP8_FLOAT32_SCALES, scale_block=0)
     x = varied_rows(37, torch.float32)
-    found, expected = quantize(x, per_row), quantize(x, small_blocks(per_row, 37))
+    found, expected = quantize(x, per_row), quantize(x, replace(per_row, scale_block=37))
     assert_same_bits(found, replace(expected, format=per_row))
     restored, wanted = (dequantize(each, torch.float32)[:5] for each in (found, expected))
     assert torch.equal(restored, wanted)

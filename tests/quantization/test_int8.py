@@ -20,11 +20,6 @@ X = torch.tensor(GOLDEN["x"]["values"], dtype=torch.bfloat16)
 PROFILES = list(Int8Profile)
 
 
-def scales_of(wire: WireTensor) -> torch.Tensor:
-    assert wire.scales is not None
-    return wire.scales
-
-
 def bits_of(scales: torch.Tensor) -> list[str]:
     return [f"{bits & 0xFFFFFFFF:08x}" for bits in scales.flatten().view(torch.int32).tolist()]
 
@@ -39,7 +34,7 @@ def test_golden_rows_are_bit_equal(profile: Int8Profile) -> None:
     ):
         if bits is not None:
             assert wire.data[row].tolist() == codes, f"row {row}"
-            assert bits_of(scales_of(wire)[row]) == [bits], f"row {row}"
+            assert bits_of(wire.scales[row]) == [bits], f"row {row}"
             num_defined += 1
     assert num_defined >= len(X) - 1
 
@@ -53,7 +48,7 @@ def test_profiles_differ_where_it_is_recorded() -> None:
     for pair, recorded in GOLDEN["where_they_differ"].items():
         first, second = (wires[name] for name in pair.split("/"))
         codes = (first.data != second.data).any(1)
-        scales = (scales_of(first) != scales_of(second)).any(1)
+        scales = first.scales.ne(second.scales).any(1)
         for name, differs in (("codes", codes), ("scale", scales)):
             found = [row for row in rows if differs[row]]
             assert found == recorded[f"rows_with_other_{name}"], (pair, name)
@@ -70,7 +65,7 @@ def check_bits(x: torch.Tensor, profile: Int8Profile) -> None:
     wire = quantize(x, INT8_PER_TOKEN, profile=profile)
     codes, scales = oracle.int8_rows(x.float().numpy(), profile.value)
     assert np.array_equal(wire.data.numpy(), codes)
-    assert np.array_equal(scales_of(wire).numpy(), scales, equal_nan=True)
+    assert np.array_equal(wire.scales.numpy(), scales, equal_nan=True)
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -28,12 +28,9 @@ ROW_MAJOR = ScaleLayout()
 COLUMNS = ScaleLayout(column_major=True, alignment=4)
 PACKED = ScaleLayout(packed=True)
 PACKED_COLUMNS = ScaleLayout(column_major=True, alignment=4, packed=True)
-LAYOUTS = [
-    pytest.param(ROW_MAJOR, id="row-major"),
-    pytest.param(COLUMNS, id="column-major"),
-    pytest.param(PACKED, id="packed"),
-    pytest.param(PACKED_COLUMNS, id="packed column-major"),
-]
+every_layout = pytest.mark.parametrize(
+    "layout", [ROW_MAJOR, COLUMNS, PACKED, PACKED_COLUMNS], ids=str
+)
 
 
 def e8m0(values: list[list[int]]) -> Tensor:
@@ -70,7 +67,7 @@ def test_recorded_word_of_power_of_two_scales() -> None:
     ("num_rows", "num_scales"), [(0, 3), (1, 1), (1, 9), (4, 4), (4, 9), (5, 1), (5, 3), (5, 4)]
 )
 @pytest.mark.parametrize("batch", [[], [2]], ids=["rows", "masked"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout
 def test_inverse_restores_all_bits(
     layout: ScaleLayout, batch: list[int], num_rows: int, num_scales: int
 ) -> None:
@@ -99,7 +96,7 @@ def test_inverse_restores_all_bits(
         assert torch.equal(restored(there, layout, FP8_FLOAT32_SCALES), floats)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout
 def test_dequantising_reads_every_layout(layout: ScaleLayout) -> None:
     x = torch.randn(5, 700)
     wire = quantize(x, FP8_POWER_OF_TWO_SCALES)
@@ -118,7 +115,7 @@ def arranged_wire(wire_format: WireFormat, layout: ScaleLayout, num_rows: int = 
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout
 def test_fitting_scales_pass(layout: ScaleLayout, num_rows: int) -> None:
     wire = arranged_wire(FP8_POWER_OF_TWO_SCALES, layout, num_rows)
     check_scales(wire, layout, caller="grouped_mm")
@@ -171,7 +168,7 @@ def test_wrong_scales_are_refused_with_both_sides(
         check_scales(wire, layout, caller="grouped_mm")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout
 def test_scales_travel_row_major_and_are_copied_only_where_they_must(layout: ScaleLayout) -> None:
     # Three blocks, which do not fill a word.
     x = torch.arange(5 * 384, dtype=torch.float32).view(5, 384)

@@ -22,7 +22,6 @@ from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.stats import gather_expert_slots
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
-from fakes.ascend import limits, registry
 from tests.cases.blocks import BLOCKS, HIDDEN, NUM_EXPERTS, qwen3_moe
 from tests.cases.operators import expect_gating_calls
 from tests.cases.recorder import Recorder
@@ -180,44 +179,45 @@ def routed_block(router: str, make: Callable[[], nn.Module], group: EPGroup) -> 
     return ExpertParallelMoE.from_transformers(make().to(group.device), group, config)
 
 
+@pytest.mark.usefixtures("npu_operators")
 @pytest.mark.parametrize("name", GATED)
-def test_block_that_the_gating_operator_routes_equals_the_reference(name: str) -> None:
-    registry.register()
-    with EPGroup() as group, limits.soc("A3"):
-        x = tokens(group.rank, group.device)
-        reference = routed_block("reference", GATED[name], group)
-        moe = routed_block("ascend", GATED[name], group)
-        assert moe.explain().splitlines() == [
-            *reference.explain().splitlines(),
-            "routing by npu_moe_gating_top_k, with gradients by the reference",
-        ]
-        with torch.no_grad(), expect_gating_calls(0):
-            expected, (_, wanted) = reference(x), reference.route(x)
-        with torch.no_grad(), expect_gating_calls(2):
-            y, (_, topk) = moe(x), moe.route(x)
-        assert relative_error(y, expected) <= FP32_TOLERANCE
-        assert torch.equal(topk.topk_ids, wanted.topk_ids)
-        assert topk.topk_weights.dtype is torch.float32
-        assert relative_error(topk.topk_weights, wanted.topk_weights) <= FP32_TOLERANCE
+def test_block_that_the_gating_operator_routes_equals_the_reference(
+    name: str, group: EPGroup
+) -> None:
+    x = tokens(group.rank, group.device)
+    reference = routed_block("reference", GATED[name], group)
+    moe = routed_block("ascend", GATED[name], group)
+    assert moe.explain().splitlines() == [
+        *reference.explain().splitlines(),
+        "routing by npu_moe_gating_top_k, with gradients by the reference",
+    ]
+    with torch.no_grad(), expect_gating_calls(0):
+        expected, (_, wanted) = reference(x), reference.route(x)
+    with torch.no_grad(), expect_gating_calls(2):
+        y, (_, topk) = moe(x), moe.route(x)
+    assert relative_error(y, expected) <= FP32_TOLERANCE
+    assert torch.equal(topk.topk_ids, wanted.topk_ids)
+    assert topk.topk_weights.dtype is torch.float32
+    assert relative_error(topk.topk_weights, wanted.topk_weights) <= FP32_TOLERANCE
 
-        twin = tokens(group.rank, group.device)
-        with expect_gating_calls(0):
-            moe(x).square().sum().backward()
-        reference(twin).square().sum().backward()
-        pairs = {"dx": (x.grad, twin.grad)}
-        theirs = dict(reference.named_parameters())
-        pairs |= {key: (p.grad, theirs[key].grad) for key, p in moe.named_parameters()}
-        trained = {key for key, (actual, _) in pairs.items() if actual is not None}
-        assert {"dx", "experts.gate_up_proj"} <= trained
-        assert any(key.endswith(("gate.weight", "router.gate.weight")) for key in trained)
-        for key, (actual, expected) in pairs.items():
-            assert (actual is None) == (expected is None), key
-            assert actual is None or torch.equal(actual, expected), key
+    twin = tokens(group.rank, group.device)
+    with expect_gating_calls(0):
+        moe(x).square().sum().backward()
+    reference(twin).square().sum().backward()
+    pairs = {"dx": (x.grad, twin.grad)}
+    theirs = dict(reference.named_parameters())
+    pairs |= {key: (p.grad, theirs[key].grad) for key, p in moe.named_parameters()}
+    trained = {key for key, (actual, _) in pairs.items() if actual is not None}
+    assert {"dx", "experts.gate_up_proj"} <= trained
+    assert any(key.endswith(("gate.weight", "router.gate.weight")) for key in trained)
+    for key, (actual, expected) in pairs.items():
+        assert (actual is None) == (expected is None), key
+        assert actual is None or torch.equal(actual, expected), key
 
 
-def test_routing_that_the_operator_cannot_say_is_the_references() -> None:
-    registry.register()
-    with EPGroup() as group, limits.soc("A3"), torch.no_grad():
+@pytest.mark.usefixtures("npu_operators")
+def test_routing_that_the_operator_cannot_say_is_the_references(group: EPGroup) -> None:
+    with torch.no_grad():
         x = tokens(group.rank, group.device)
         moe = routed_block("ascend", UNGATED, group)
         with expect_gating_calls(0):

@@ -38,7 +38,6 @@ from epcomm.testing.oracle import relative_error
 from epcomm.testing.poison import poison_rows, poisoned_memory
 from epcomm.types import WeightsAppliedBy
 from epcomm.weights.unquantized import ExpertTensors
-from fakes.ascend import limits, registry
 from fakes.ascend.formats import ACL_FORMAT_ND, ACL_FORMAT_NZ, format_of
 from fakes.deep_ep import install
 from tests.cases.quantized_model import OF_ASCEND, OF_BFLOAT16, assert_within, expert_model
@@ -63,9 +62,8 @@ PROFILES = {name: Int8Profile.DIV if name == NAMES[2] else Int8Profile.RINT127 f
 
 
 @pytest.fixture(autouse=True)
-def machine() -> Iterator[None]:
-    registry.register()
-    with limits.soc("A3"), torch.no_grad():
+def machine(npu_operators: None) -> Iterator[None]:
+    with torch.no_grad():
         yield
 
 

@@ -16,7 +16,6 @@ from epcomm.runners.ascend.runner import AscendRunner
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import BatchSpec, make_batch, make_weights, random_ids
 from epcomm.weights.unquantized import ExpertTensors
-from fakes.ascend import limits, registry
 from tests.cases.quantized_model import (
     OF_ASCEND,
     OF_BFLOAT16,
@@ -49,6 +48,7 @@ def check_w8a8_layer(group: EPGroup, config: EPConfig, hidden_size: int) -> None
     )
     on_device = old.with_tensors({k: each.to(group.device) for k, each in old.tensors().items()})
     layer = ExpertParallelExperts(on_device, group, config, top_k=spec.num_topk(world_size))
+    assert f"wire: dispatch {config.dispatch_dtype or 'int8/0'}" in layer.explain()
     batch = without_halves(make_batch(spec, group.rank, world_size))
     x, ids, weights = (
         each.to(group.device) for each in (batch.x, batch.topk_ids, batch.topk_weights)
@@ -75,16 +75,18 @@ def check_w8a8_layer(group: EPGroup, config: EPConfig, hidden_size: int) -> None
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_layer_equals_a_float64_model_before_and_after_a_reload(runner: str) -> None:
-    registry.register()
-    with limits.soc("A3"), EPGroup() as group:
-        config = replace(RUNNERS[runner], backend="collective", runner=runner)
-        check_w8a8_layer(group, config, hidden_size=64)
+@pytest.mark.usefixtures("npu_operators")
+def test_a_layer_equals_a_float64_model_before_and_after_a_reload(
+    runner: str, group: EPGroup
+) -> None:
+    config = replace(RUNNERS[runner], backend="collective", runner=runner)
+    check_w8a8_layer(group, config, hidden_size=64)
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.usefixtures("npu_operators")
 def test_sizes_beyond_the_activation_of_sums_are_planned_and_computed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, group: EPGroup
 ) -> None:
     """Use ranks of one expert, whose counts the operator does not take either."""
     inner = 6400  # of Phi-3.5-MoE
@@ -94,7 +96,6 @@ def test_sizes_beyond_the_activation_of_sums_are_planned_and_computed(
 
     # On an NPU the runner is a candidate for the same experts.
     monkeypatch.setattr(AscendRunner, "is_candidate", classmethod(is_of_kind))
-    registry.register()
     spec = BatchSpec(
         hidden_size=64,
         num_local_experts=1,
@@ -103,7 +104,7 @@ def test_sizes_beyond_the_activation_of_sums_are_planned_and_computed(
         choose_ids=random_ids,
         dtype=torch.bfloat16,
     )
-    with limits.soc("A3"), EPGroup() as group, torch.no_grad():
+    with torch.no_grad():
         plain = make_weights(spec, group.world_size, intermediate_size=inner)
         weights = Int8ChannelWeights.from_unquantized(plain)
         # Few activations of this batch are between two codes: the bounds tell float32 scales and

@@ -10,7 +10,6 @@ from epcomm import (
     EPConfig,
     EPGroup,
     ExpertParallelExperts,
-    Int8ChannelWeights,
     TopKOutput,
     WireDtype,
 )
@@ -21,9 +20,9 @@ from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.registry import buffer_class
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.testing.data import make_batch, make_weights
-from fakes.ascend import limits, registry
+from fakes.ascend import limits
 from fakes.deep_ep import install
-from tests.cases.quantized_model import OF_ASCEND, assert_within, stored_model, without_halves
+from tests.runners.test_ascend_layers import check_w8a8_layer
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -45,12 +44,11 @@ LAYER_SCENARIOS = [name for name in layer_suite.SCENARIOS if name != "clamped_sw
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def machine(npu_operators: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Normal mode needs 416 MiB and its rows; the default is 200. By hand, of H = 1024, K = 2 and
     # M = 8192: 2 * (8192 * 2 * (2048 + 2560) B + 208 MiB) = 560 MiB.
     monkeypatch.setenv("HCCL_BUFFSIZE", "2000")
-    registry.register()
-    with limits.soc("A3"), install("ascend"):
+    with install("ascend"):
         yield
 
 
@@ -137,19 +135,8 @@ def test_layer_on_ascend_equals_the_oracle(
 @pytest.mark.parametrize("backend", CONFIGS)
 def test_w8a8_experts_equal_a_float64_model(backend: str, group: EPGroup) -> None:
     """The vendor's operators through all buffers, each store in bfloat16 followed."""
-    spec = replace(buffer_suite.BATCH_SPECS["uneven"], hidden_size=HIDDEN, dtype=torch.bfloat16)
-    with torch.no_grad():
-        plain = make_weights(spec, group.world_size, intermediate_size=128)
-        weights = Int8ChannelWeights.from_unquantized(plain)
-        batch = without_halves(make_batch(spec, group.rank, group.world_size))
-        config = replace(CONFIGS[backend], backend="ascend", runner="ascend")
-        layer = ExpertParallelExperts(weights, group, config, top_k=spec.num_topk(group.world_size))
-        assert "wire: dispatch int8/0" in layer.explain()
-        y = layer(batch.x, batch.topk)
-        layer.check()
-        # The other buffers return single slots.
-        num_parts = group.world_size if backend == "AscendStandardBuffer" else 1
-        assert_within(y, stored_model(batch, weights, OF_ASCEND, num_parts=num_parts))
+    config = replace(CONFIGS[backend], backend="ascend", runner="ascend")
+    check_w8a8_layer(group, config, HIDDEN)
 
 
 @pytest.mark.parametrize("backend", CONFIGS)

@@ -30,7 +30,7 @@ from epcomm.dispatchers.dispatcher import Dispatcher
 from epcomm.planning.plans import EPPlan
 from epcomm.quantization import INT8_PER_TOKEN, dequantize
 from epcomm.registry import buffer_class
-from fakes.ascend import limits, registry
+from fakes.ascend import limits
 from fakes.deep_ep import install
 from tests.cases.specs import BF16, buffer_spec
 from tests.cli.test_diagnosis import write_package
@@ -48,10 +48,9 @@ A2_LAYER = replace(LAYER, hidden_size=7168)
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def machine(npu_operators: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HCCL_BUFFSIZE", "4000")
-    registry.register()
-    with limits.soc("A3"), install("ascend"):
+    with install("ascend"):
         yield
 
 

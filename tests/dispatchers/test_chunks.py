@@ -238,18 +238,17 @@ def test_ranks_that_disagree_on_chunks_are_refused() -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_tensors_that_do_not_fit_are_reported_by_all_ranks() -> None:
-    with EPGroup() as group:
-        layer = layer_of(group, chunks=NUM_CHUNKS)
-        assert layer.explain().endswith(f"chunks: {NUM_CHUNKS}")
-        x, topk = inputs_of(layer, SPEC)
-        y = layer(x, topk)
-        with pytest.raises(EPError):
-            layer(torch.ones(5, 16) if group.rank == 1 else x, topk)
-        pair: Any = (topk.topk_ids, topk.topk_weights)
-        with pytest.raises(EPError):
-            layer(x, pair if group.rank == 1 else topk)
-        assert torch.equal(layer(x, topk), y)
+def test_tensors_that_do_not_fit_are_reported_by_all_ranks(group: EPGroup) -> None:
+    layer = layer_of(group, chunks=NUM_CHUNKS)
+    assert layer.explain().endswith(f"chunks: {NUM_CHUNKS}")
+    x, topk = inputs_of(layer, SPEC)
+    y = layer(x, topk)
+    with pytest.raises(EPError):
+        layer(torch.ones(5, 16) if group.rank == 1 else x, topk)
+    pair: Any = (topk.topk_ids, topk.topk_weights)
+    with pytest.raises(EPError):
+        layer(x, pair if group.rank == 1 else topk)
+    assert torch.equal(layer(x, topk), y)
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -86,29 +86,27 @@ def check_works(dispatcher: Dispatcher, call: Call) -> None:
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("kind", DISPATCHERS)
-def test_two_faults_are_reported_together(kind: str) -> None:
-    with EPGroup() as group:
-        dispatcher = DISPATCHERS[kind](group, SPEC, EPConfig(max_tokens_per_rank=M))
-        call = Call.of_rank(group, M + 1 if group.rank == 3 else None)
-        if group.rank == FAULTY:
-            call = replace(call, ids=call.ids.int())
-        kinds = {FAULTY: ShapeError, 3: CapacityError}
-        with pytest.raises(kinds.get(group.rank, ShapeError)) as caught:
-            dispatcher.dispatch(call.x, call.topk)
-        if group.rank not in kinds:
-            assert "wrong shape, dtype or device on rank 1" in str(caught.value)
-            assert "more tokens than max_tokens_per_rank on rank 3" in str(caught.value)
-        check_works(dispatcher, Call.of_rank(group))
+def test_two_faults_are_reported_together(kind: str, group: EPGroup) -> None:
+    dispatcher = DISPATCHERS[kind](group, SPEC, EPConfig(max_tokens_per_rank=M))
+    call = Call.of_rank(group, M + 1 if group.rank == 3 else None)
+    if group.rank == FAULTY:
+        call = replace(call, ids=call.ids.int())
+    kinds = {FAULTY: ShapeError, 3: CapacityError}
+    with pytest.raises(kinds.get(group.rank, ShapeError)) as caught:
+        dispatcher.dispatch(call.x, call.topk)
+    if group.rank not in kinds:
+        assert "wrong shape, dtype or device on rank 1" in str(caught.value)
+        assert "more tokens than max_tokens_per_rank on rank 3" in str(caught.value)
+    check_works(dispatcher, Call.of_rank(group))
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_other_replicated_tokens_of_one_rank_are_reported_on_every_rank() -> None:
-    with EPGroup() as group:
-        dispatcher = StandardDispatcher(group, SPEC, REPLICATED)
-        call = Call.of_all(group)
-        with pytest.raises(ShapeError, match="ranks pass 4, 3, 4, 4 tokens, expected the same"):
-            run(dispatcher, Call.of_all(group, 3) if group.rank == FAULTY else call)
-        check_works(dispatcher, call)
+def test_other_replicated_tokens_of_one_rank_are_reported_on_every_rank(group: EPGroup) -> None:
+    dispatcher = StandardDispatcher(group, SPEC, REPLICATED)
+    call = Call.of_all(group)
+    with pytest.raises(ShapeError, match="ranks pass 4, 3, 4, 4 tokens, expected the same"):
+        run(dispatcher, Call.of_all(group, 3) if group.rank == FAULTY else call)
+    check_works(dispatcher, call)
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -123,29 +121,27 @@ def test_rank_whose_replicated_inputs_need_no_gradients_takes_part_in_backward()
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_replicated_rows_have_no_history_of_the_callers_tensor() -> None:
-    with EPGroup() as group:
-        dispatcher = StandardDispatcher(group, SPEC, REPLICATED)
-        call = Call.of_all(group)
-        with torch.no_grad():
-            out = dispatcher.dispatch(call.x, call.topk)
-        assert not out.hidden_states.data.requires_grad
-        # The tensor of the caller stays as it is where only the router weights need a gradient.
-        x = call.x.detach()
-        run(dispatcher, replace(call, x=x, weights=call.weights.requires_grad_()))
-        assert not x.requires_grad
+def test_replicated_rows_have_no_history_of_the_callers_tensor(group: EPGroup) -> None:
+    dispatcher = StandardDispatcher(group, SPEC, REPLICATED)
+    call = Call.of_all(group)
+    with torch.no_grad():
+        out = dispatcher.dispatch(call.x, call.topk)
+    assert not out.hidden_states.data.requires_grad
+    # The tensor of the caller stays as it is where only the router weights need a gradient.
+    x = call.x.detach()
+    run(dispatcher, replace(call, x=x, weights=call.weights.requires_grad_()))
+    assert not x.requires_grad
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_grad_mode_may_differ_where_there_are_no_gradients() -> None:
-    with EPGroup() as group:
-        dispatcher = DeepEPLowLatencyDispatcher(group, SPEC, COLLECTIVE)
-        call = Call.of_rank(group)
-        call = replace(call, x=call.x.detach())
-        with torch.set_grad_enabled(group.rank == FAULTY):
-            y = run(dispatcher, call)
-        torch.testing.assert_close(y, call.x * call.weights.sum(1, keepdim=True))
-        dispatcher.check()
+def test_grad_mode_may_differ_where_there_are_no_gradients(group: EPGroup) -> None:
+    dispatcher = DeepEPLowLatencyDispatcher(group, SPEC, COLLECTIVE)
+    call = Call.of_rank(group)
+    call = replace(call, x=call.x.detach())
+    with torch.set_grad_enabled(group.rank == FAULTY):
+        y = run(dispatcher, call)
+    torch.testing.assert_close(y, call.x * call.weights.sum(1, keepdim=True))
+    dispatcher.check()
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -80,19 +80,18 @@ def test_record_and_sums_are_those_of_rows_quantised_on_the_way(
 
 
 @pytest.mark.ranks(2)
-def test_gradients_are_refused_and_the_group_stays_usable() -> None:
-    with EPGroup() as group:
-        dispatcher = DeepEPNormalDispatcher(group, SPEC, FP8)
-        x, topk = batch_of(group)
-        wire = quantize(x, FP8_FLOAT32_SCALES)
-        trained = replace(topk, topk_weights=topk.topk_weights.clone().requires_grad_())
-        for weights, experts_need_grad in ((trained, False), (topk, True)):
-            with pytest.raises(ConfigError, match="quantised and have no gradients"):
-                dispatcher.dispatch(wire, weights, experts_need_grad=experts_need_grad)
-        # Quantised rows have no gradient, so this rank runs as under no_grad(), unlike the others.
-        with pytest.raises(ConfigError):
-            dispatcher.dispatch(wire if group.rank else x.clone().requires_grad_(), topk)
-        run(dispatcher, wire, topk)
+def test_gradients_are_refused_and_the_group_stays_usable(group: EPGroup) -> None:
+    dispatcher = DeepEPNormalDispatcher(group, SPEC, FP8)
+    x, topk = batch_of(group)
+    wire = quantize(x, FP8_FLOAT32_SCALES)
+    trained = replace(topk, topk_weights=topk.topk_weights.clone().requires_grad_())
+    for weights, experts_need_grad in ((trained, False), (topk, True)):
+        with pytest.raises(ConfigError, match="quantised and have no gradients"):
+            dispatcher.dispatch(wire, weights, experts_need_grad=experts_need_grad)
+    # Quantised rows have no gradient, so this rank runs as under no_grad(), unlike the others.
+    with pytest.raises(ConfigError):
+        dispatcher.dispatch(wire if group.rank else x.clone().requires_grad_(), topk)
+    run(dispatcher, wire, topk)
 
 
 @pytest.mark.ranks(2)

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,8 @@ BAD_VALUES: list[tuple[dict[str, object], str]] = [
 
 @pytest.mark.parametrize(("values", "message"), BAD_VALUES)
 def test_bad_value_is_named_with_what_was_expected(values: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(f"EPConfig: {message}")):
         EPConfig.from_mapping(values)
-    assert f"EPConfig: {message}" in str(caught.value)
 
 
 def test_strings_become_enums() -> None:
@@ -77,14 +77,12 @@ def test_file_holds_the_fields(name: str, tmp_path: Path) -> None:
         ("config.ini", "mode: normal", "config.ini does not end in one of .toml, .json, .yaml"),
         ("config.yaml", "1: 2", "config.yaml has unknown fields ['1']; known are"),
         ("config.toml", "tokens = 1", "config.toml has unknown fields ['tokens']; known are"),
-        ("config.json", '{"mode": "fast"}', "mode is 'fast'"),
     ],
 )
 def test_bad_file_is_named(name: str, text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         EPConfig.from_file(tmp_path / name)
-    assert message in str(caught.value)
 
 
 def test_environment_is_read_by_an_explicit_call_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +119,9 @@ def test_environment_is_read_by_an_explicit_call_only(monkeypatch: pytest.Monkey
         ("EPCOMM_NUM_SMS", "8.5", "EPCOMM_NUM_SMS is '8.5', which does not parse"),
         ("EPCOMM_TIMEOUT_S", "soon", "EPCOMM_TIMEOUT_S is 'soon', which does not parse"),
         ("EPCOMM_CHECK_CALLS", "yes", "EPCOMM_CHECK_CALLS is 'yes', which does not parse"),
-        ("EPCOMM_MODE", "fast", "mode is 'fast'"),
         ("EPCOMM_MAX_RECV_SLOTS", "0", "max_recv_slots is 0"),
     ],
 )
 def test_bad_variable_is_named(name: str, text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         EPConfig.from_env({name: text})
-    assert message in str(caught.value)

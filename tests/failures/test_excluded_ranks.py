@@ -12,12 +12,11 @@ from epcomm import (
     EPTimeout,
     HandleError,
     MoESpec,
-    RowsDispatchOutput,
     TopKOutput,
 )
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
-from epcomm.ops.slots import pack
 from tests.buffers.nvlink.test_low_latency import HastyBuffer, serve_any_device
+from tests.failures import nvlink_rank
 
 pytestmark = pytest.mark.slow
 
@@ -28,11 +27,7 @@ def exchange(dispatcher: DeepEPLowLatencyDispatcher, x: Tensor) -> Tensor:
     """Send every token to an expert of rank 0 and one of rank 1, which return it unchanged."""
     ids = torch.tensor([0, 2], device=x.device).repeat(x.shape[0], 1)
     weights = torch.full(ids.shape, 0.5, device=x.device)
-    out = dispatcher.dispatch(x, TopKOutput(topk_ids=ids, topk_weights=weights))
-    assert isinstance(out, RowsDispatchOutput)
-    y = dispatcher.combine(out.combine_input(pack(out.hidden_states.data, out.index)))
-    dispatcher.check()
-    return y
+    return nvlink_rank.exchange(dispatcher, x, TopKOutput(topk_ids=ids, topk_weights=weights))
 
 
 @pytest.mark.ranks(2)

@@ -93,7 +93,6 @@ SCENARIOS = [name for name in layer_suite.SCENARIOS if name != "interleaved"]
 @pytest.mark.parametrize("name", ["normal", "low_latency"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_layer_of_moved_experts_equals_the_oracle(scenario: str, name: str, group: EPGroup) -> None:
-
     def moved(weights: ExpertWeights, top_k: int) -> ExpertParallelExperts:
         config = config_of(name, group.world_size)
         layer = ExpertParallelExperts(weights, group, config, top_k=top_k)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from epcomm.routing import RoutingSpec, presets, route
-from tests.cases.blocks import KINDS, SIZES
+from tests.cases.blocks import GROUPED, KINDS, SIZES
 from tests.routing.oracle import route_rows
 
 NUM_TOKENS, HIDDEN, NUM_EXPERTS = 96, 32, 16
@@ -43,7 +43,6 @@ SHAPE = {"hidden_size": HIDDEN, "num_experts_per_tok": 4}
 EXPERTS = {"num_experts": NUM_EXPERTS}
 LOCAL_EXPERTS = {"num_local_experts": NUM_EXPERTS}
 ROUTED_EXPERTS = {"n_routed_experts": NUM_EXPERTS}
-GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 
 FAMILIES = [
     Family("mixtral", LOCAL_EXPERTS, presets.mixtral(top_k=4)),

@@ -1,4 +1,5 @@
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -149,9 +150,8 @@ def test_plan_serves_up_to_the_limit_and_names_it_beyond(
     for backend in limit.backends:
         with limits.soc(limit.chip):
             assert plan_of(limit.served, backend).prefill.buffer == backend
-            with pytest.raises(BackendUnavailable) as caught:
+            with pytest.raises(BackendUnavailable, match=re.escape(limit.reason)):
                 plan_of(limit.refused, backend)
-        assert limit.reason in str(caught.value)
 
 
 def test_without_a_chip_the_widest_limits_hold_and_ascend_is_a_family(
@@ -174,8 +174,6 @@ SPECS[LOW_LATENCY] = replace(SPECS[NORMAL], max_tokens_per_rank=16)
 # Environment variables of one rank, and the message on all ranks.
 SET_ON_RANK_1 = [
     (BOTH, {"DEEP_USE_MODE": "ops"}, "rank 1: DEEP_USE_MODE is ops, expected default; unset it"),
-    (BOTH, {"MOE_EXPERT_TOKEN_NUMS_TYPE": "0"}, "rank 1: MOE_EXPERT_TOKEN_NUMS_TYPE is 0"),
-    (BOTH, {"HCCL_BUFFSIZE": "big"}, "rank 1: HCCL_BUFFSIZE is 'big', expected 1 to"),
     (BOTH, {"DEEPEP_HCCL_BUFFSIZE": "1"}, "but DEEPEP_HCCL_BUFFSIZE is 1; set it to"),
     ((NORMAL,), {"DEEP_NORMAL_MODE_USE_INT8_QUANT": "1"}, "the wire format is bf16"),
     ((NORMAL,), {"DEEPEP_NORMAL_LONG_SEQ_ROUND": "2"}, "set both or neither"),

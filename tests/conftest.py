@@ -16,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# transformers must not access the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 import torch  # noqa: E402  (after its number of threads was chosen)
 
 # Without a GPU the kernels run under Triton's interpreter. It must be chosen before triton is

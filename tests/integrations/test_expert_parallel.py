@@ -3,7 +3,6 @@
 Batches of two ranks need 4 ranks; other tests have 2, each of which loads the model again.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,9 +21,6 @@ from epcomm.placement.recorder import LoadRecorder
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.gradients import clip_grad_norm
-
-# transformers must not access the network.
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 NUM_RANKS, NUM_BATCHES, NUM_TOKENS, VOCABULARY = 2, 4, 9, 64
 pytestmark = pytest.mark.ranks(NUM_RANKS)

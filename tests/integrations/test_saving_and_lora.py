@@ -1,15 +1,10 @@
-import os
 import tempfile
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-# transformers must not access the network.
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,

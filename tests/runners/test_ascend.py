@@ -99,8 +99,7 @@ def record(
 
 def plain_record(index: SlotIndex, slot_weights: Tensor | None = None) -> RowsDispatchOutput:
     """Make an unquantised record; rows without a slot are NaN."""
-    assert index.slots_of_row is not None
-    rows = poison_rows(make_batch(SPEC, 0, 1).x, (index.slots_of_row >= 0).any(1))
+    rows = poison_rows(make_batch(SPEC, 0, 1).x, index.slots_of_row.ge(0).any(1))
     wire = WireTensor(data=rows, format=WireFormat.of(torch.bfloat16))
     return record(wire, index, slot_weights)
 

@@ -99,8 +99,7 @@ def make_rows(
     """Make rows; those without a slot are NaN."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(NUM_ROWS, hidden_size, generator=generator).to(device, case.dtype)
-    assert index.slots_of_row is not None
-    x[(index.slots_of_row < 0).all(dim=1)] = float("nan")
+    x[index.slots_of_row.lt(0).all(dim=1)] = float("nan")
     wire = quantize(x, quantized if case.is_quantized else WireFormat.of(case.dtype))
     if not case.is_strided:
         return wire

@@ -41,7 +41,7 @@ def _swiglu_kernel(
     hidden = gate / (1 + tl.exp(-gate)) * up
     if weights_ptr is not None:
         hidden *= tl.load(weights_ptr + row, mask=is_row, other=0.0)[:, None]
-    value = cast(hidden, out_ptr.dtype.element_ty)
+    value = cast(hidden, out_ptr.dtype.element_ty)  # pyright: ignore[reportAttributeAccessIssue]
     tl.store(out_ptr + row[:, None] * WIDTH + column, value, mask=is_there)
 
 

@@ -94,7 +94,6 @@ def trace(calls: Mapping[str, Callable[[], object]], group: EPGroup) -> list[Eve
         if isinstance(transfers, ThreadTransfers):
             begin_call = transfers.begin
             stack.enter_context(patch.object(transfers, "begin", begin))
-        # Without acc_events torch warns that it drops the events of earlier cycles; there is one.
         profiler = stack.enter_context(profile(acc_events=True))
         for name, call in calls.items():
             wait_for_all(group.device)

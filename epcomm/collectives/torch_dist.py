@@ -161,7 +161,7 @@ class TorchDistCollectives(Collectives):
             return
         if self._remote:
             came, sent = (
-                _by_rank(rows, splits, self.world_size)
+                rows.split(splits) if splits else rows.tensor_split(self.world_size)
                 for rows, splits in ((recv, recv_rows), (send, send_rows))
             )
             large = [r for r in self._remote if max(came[r].nbytes, sent[r].nbytes) >= _LARGE_BYTES]
@@ -280,11 +280,6 @@ def _connected(
     return connected, remote  # type: ignore[return-value]
 
 
-def _by_rank(rows: Tensor, splits: Sequence[int], world_size: int) -> Sequence[Tensor]:
-    """Return the rows to or from each rank; splits: empty for equal ones."""
-    return rows.split(list(splits)) if splits else rows.tensor_split(world_size)
-
-
 def _run(
     bounded: BoundedWait,
     options: AllToAllOptions | AllgatherOptions,
@@ -302,11 +297,8 @@ def _run(
     options.timeout = timedelta(seconds=bounded.timeout_s + _MARGIN_S)
     start_s = bounded.begin(phase)
     work, is_broken = start(), False
-    step = partial(_wait_for, work)
     try:
-        messages = begin_messages()
-        if messages:
-            step = partial(_wait_for_all, work, messages, start_s + bounded.timeout_s)
+        step = partial(_wait_for, work, begin_messages(), start_s + bounded.timeout_s)
         # Fast path: most exchanges end within the first slice.
         if step(min(SLICE_S, bounded.timeout_s)):
             return
@@ -315,27 +307,22 @@ def _run(
     bounded.finish(step, phase, start_s, has_waited=not is_broken)
 
 
-def _wait_for(work: dist.Work, seconds: float) -> bool:
+def _wait_for(
+    work: dist.Work, messages: Sequence[dist.Work], deadline_s: float, seconds: float
+) -> bool:
     """Implement Step. The work holds the tensors of the operation, also after an EPTimeout."""
     try:
-        return work.wait(timedelta(seconds=max(seconds, _SHORTEST_WAIT_S)))
+        is_complete = work.wait(timedelta(seconds=max(seconds, _SHORTEST_WAIT_S)))
     except RuntimeError:
         # Either this wait timed out, or the operation failed: then it is completed, and wait()
         # raises its error immediately.
-        return work.is_completed() and work.wait()
-
-
-def _wait_for_all(
-    work: dist.Work, messages: list[dist.Work], deadline_s: float, seconds: float
-) -> bool:
-    """Implement Step. When the operation has ended, all ranks have begun their messages."""
-    if not _wait_for(work, seconds):
-        return False
-    for message in messages:
-        # Not in slices, because a wait that times out closes the connections.
+        is_complete = work.is_completed() and work.wait()
+    # All ranks have begun their messages. The waits are not in slices, because one that times out
+    # closes the connections.
+    for message in messages if is_complete else ():
         left_s = max(deadline_s - time.monotonic(), _SHORTEST_WAIT_S)
         message.wait(timedelta(seconds=left_s))
-    return True
+    return is_complete
 
 
 def _raise_again(error: RuntimeError, seconds: float) -> bool:

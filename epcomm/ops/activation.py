@@ -41,6 +41,8 @@ class _SwiGLU(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, gate_up: Tensor, slot_weights: Tensor | None, ops: TritonRowOps
     ) -> Tensor:
+        gate_up = gate_up.contiguous()
+        slot_weights = None if slot_weights is None else slot_weights.contiguous()
         ctx.save_for_backward(gate_up, slot_weights)  # type: ignore[arg-type]
         ctx.ops = ops  # type: ignore[attr-defined]
         return ops.swiglu(gate_up, slot_weights)
@@ -49,7 +51,7 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         kept: Any = ctx
-        return *kept.ops.swiglu_backward(grad, *kept.saved_tensors), None
+        return *kept.ops.swiglu_backward(grad.contiguous(), *kept.saved_tensors), None
 
 
 def activate(gate_up: Tensor, expert_format: ExpertFormat) -> Tensor:

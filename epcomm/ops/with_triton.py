@@ -27,6 +27,8 @@ class TritonRowOps:
     count_sends = staticmethod(count_sends)
     scatter_tokens = staticmethod(scatter_tokens)
     start_read = staticmethod(start_read)
+    swiglu = staticmethod(swiglu)
+    swiglu_backward = staticmethod(swiglu_backward)
     write_token_layout = staticmethod(write_token_layout)
 
     def gather_rows(self, rows: Tensor, row_of_slot: Tensor) -> Tensor:
@@ -58,24 +60,6 @@ class TritonRowOps:
         out = left.new_empty(left.shape[0], dtype=sum_dtype(left.dtype))
         dot_rows(left, right, out)
         return out
-
-    def swiglu(self, gate_up: Tensor, weights: Tensor | None) -> Tensor:
-        """Return silu(gate) * up, [C, I], multiplied by the weights [C] if they exist."""
-        gate_up = _with_adjacent_columns(gate_up)
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        swiglu(gate_up, None if weights is None else weights.contiguous(), out)
-        return out
-
-    def swiglu_backward(
-        self, grad: Tensor, gate_up: Tensor, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of gate_up and of the weights, from that of swiglu()."""
-        grad, gate_up = _with_adjacent_columns(grad), _with_adjacent_columns(gate_up)
-        weights = None if weights is None else weights.contiguous()
-        of_weights = None if weights is None else torch.empty_like(weights)
-        of_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-        swiglu_backward(grad, gate_up, weights, of_gate_up, of_weights)
-        return of_gate_up, of_weights
 
     def index_slots(
         self,

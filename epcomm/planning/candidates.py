@@ -195,8 +195,13 @@ def judge(
     measurements = None if config.measurements is None else read_measurements(config.measurements)
     if config.runner != "auto":
         registry.runner_class(config.runner)
-    if weights is not None:
-        _check_fit(spec, weights)
+    for name in ("hidden_size", "dtype") if weights is not None else ():
+        found, expected = getattr(weights, name), getattr(spec, name)
+        if found != expected:
+            raise ConfigError(
+                f"plan: {name} of the experts is {found}, expected {expected} as in MoESpec; "
+                "make the MoESpec from these experts"
+            )
     runners, rests_on = None, {}
     if weights is not None and mode is not Mode.FUSEEP:
         machine = ranks.machine
@@ -303,16 +308,6 @@ def _unequal_machines(records: Sequence[Mapping[str, Scalar]], key: str) -> list
         return []
     places = ", ".join(f"{text} on rank {texts.index(text)}" for text in found)
     return [f"sum_groups needs ranks that compute alike, but they have {places}"]
-
-
-def _check_fit(spec: MoESpec, weights: ExpertTensors) -> None:
-    for name in ("hidden_size", "dtype"):
-        found, expected = getattr(weights, name), getattr(spec, name)
-        if found != expected:
-            raise ConfigError(
-                f"plan: {name} of the experts is {found}, expected {expected} as in MoESpec; "
-                "make the MoESpec from these experts"
-            )
 
 
 def _judge_backend(

@@ -346,7 +346,7 @@ def write_layout() -> None:
 
 
 HEADER = torch.empty(2, 139, dtype=I64)
-ROWS: Mapping[str, Callable[[], None]] = {
+ROWS: Mapping[str, Callable[[], object]] = {
     "gather bf16": lambda: gather_rows(
         rows(4, HIDDEN, BF16, MESSAGE), i32(8), rows(8, HIDDEN, BF16)
     ),
@@ -354,10 +354,8 @@ ROWS: Mapping[str, Callable[[], None]] = {
         rows(4, HIDDEN, U8, 2 * MESSAGE), i32(8), rows(8, HIDDEN, U8)
     ),
     "dots bf16": lambda: dot_rows(Y, Y, f32(2)),
-    "swiglu bf16": lambda: swiglu(rows(2, 2 * HIDDEN, BF16), f32(2), Y),
-    "swiglu backward bf16": lambda: swiglu_backward(
-        Y, rows(2, 2 * HIDDEN, BF16), f32(2), rows(2, 2 * HIDDEN, BF16), f32(2)
-    ),
+    "swiglu bf16": lambda: swiglu(rows(2, 2 * HIDDEN, BF16), f32(2)),
+    "swiglu backward bf16": lambda: swiglu_backward(Y, rows(2, 2 * HIDDEN, BF16), f32(2)),
     "sums bf16 weighted": lambda: sum_rows(rows(8, HIDDEN, BF16), i32(2, 8), Y, f32(8)),
     "sums fp32": lambda: sum_rows(f32(8, HIDDEN), i32(2, 8), f32(2, HIDDEN)),
     "sums of parts": lambda: sum_parts(torch.empty(8, 2, HIDDEN, dtype=BF16), Y),

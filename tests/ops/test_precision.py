@@ -112,13 +112,13 @@ class Spy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.computed: set[torch.dtype] = set()
         self.travelled: set[torch.dtype] = set()
-        for module in (grouped_mm, reference):
-            monkeypatch.setattr(module, "activate", self._noting(module.activate))
+        for module, name in ((grouped_mm, "activate_slots"), (reference, "activate")):
+            monkeypatch.setattr(module, name, self._noting(getattr(module, name)))
 
     def _noting(self, activate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def note(gate_up: Tensor, expert_format: object) -> Tensor:
+        def note(gate_up: Tensor, *others: object) -> Tensor:
             self.computed.add(gate_up.dtype)
-            return activate(gate_up, expert_format)
+            return activate(gate_up, *others)
 
         return note
 

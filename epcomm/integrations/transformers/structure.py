@@ -109,7 +109,13 @@ def read_layout(block: nn.Module) -> BlockLayout:
     names |= _bias_of_router(block, names)
     _check_takes(block, 1, extra={"input_ids"})
     settings = _settings(block, {*_NOISE, _SCALE, _COMBINATION})
-    _check_no_jitter(block, settings)
+    for name in _NOISE:
+        if settings.get(name):
+            raise refusal(
+                f"router jitter of {_kind(block)} is {settings[name]}",
+                "0, because noise on the input is not supported",
+                "set router_jitter_noise=0",
+            )
     combination = str(settings.get(_COMBINATION, "sum"))
     if combination not in _AVERAGES:
         raise refusal(
@@ -244,16 +250,6 @@ def check_num_experts(block: nn.Module) -> None:
     if held is not None and named is not None and named != held.shape[0]:
         expected = f"{held.shape[0]}, as its experts are"
         raise refusal(f"num_experts of {_kind(block)} is {named}", expected)
-
-
-def _check_no_jitter(block: nn.Module, settings: Mapping[str, object]) -> None:
-    for name in _NOISE:
-        if settings.get(name):
-            raise refusal(
-                f"router jitter of {_kind(block)} is {settings[name]}",
-                "0, because noise on the input is not supported",
-                "set router_jitter_noise=0",
-            )
 
 
 def _check_activation(experts: nn.Module, activation: Activation) -> None:

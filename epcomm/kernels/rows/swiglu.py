@@ -1,9 +1,9 @@
 """Compute SwiGLU and router weights between the two products of experts, and its gradients.
 
-Each kernel reads its operands once and computes in float32, so that a result is rounded once. Plain
-torch takes a kernel for each operation, and keeps the result of each for backward.
+Each kernel reads its operands once and computes in float32, so that a result is rounded once.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from epcomm.kernels.launch import EXACT, check_rows, next_power_of_two
 from epcomm.kernels.prepared import launch
 from epcomm.kernels.rounding import cast
-from epcomm.kernels.rows.tiles import WARPS, row_stride, tile_of
+from epcomm.kernels.rows.tiles import WARPS, tile_of
 
 # Columns of a row that a program of the backward kernel computes at once.
 _COLUMNS = 1024
@@ -23,7 +23,6 @@ def _swiglu_kernel(
     weights_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     num_rows: tl.tensor,
-    STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -35,7 +34,7 @@ def _swiglu_kernel(
     column = (program % TILES * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     is_row = row < num_rows
     is_there = is_row[:, None] & (column < WIDTH)
-    gate_ptr = gate_up_ptr + row[:, None] * STRIDE + column
+    gate_ptr = gate_up_ptr + row[:, None] * (2 * WIDTH) + column
     gate = tl.load(gate_ptr, mask=is_there, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + WIDTH, mask=is_there, other=0.0).to(tl.float32)
     hidden = gate / (1 + tl.exp(-gate)) * up
@@ -45,35 +44,34 @@ def _swiglu_kernel(
     tl.store(out_ptr + row[:, None] * WIDTH + column, value, mask=is_there)
 
 
-def swiglu(gate_up: Tensor, weights: Tensor | None, out: Tensor) -> None:
-    """Write silu(gate) * up * weight.
+def swiglu(gate_up: Tensor, weights: Tensor | None) -> Tensor:
+    """Return silu(gate) * up * weight, [C, I].
 
     Args:
-        gate_up: [C, 2I], gate then up, bfloat16, float16 or float32, of any row stride.
+        gate_up: [C, 2I], gate then up, bfloat16, float16 or float32, contiguous.
         weights: [C], float32, contiguous, or None.
-        out: [C, I], contiguous, written.
 
-    Allocates nothing.   Compiled for each dtype, I and stride.
+    Compiled for each dtype and I.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     Raises:
-        ShapeError: a tensor is not on a GPU, or its columns are not adjacent.
+        ShapeError: a tensor is not on a GPU.
     """
-    check_rows("swiglu", gate_up=gate_up, out=out)
-    num_rows, width = out.shape
-    if out.numel() == 0:
-        return
-    tile = tile_of(width, out.itemsize)
-    launch(
-        _swiglu_kernel,
-        tile.programs(num_rows),
-        (gate_up, weights, out, num_rows),
-        STRIDE=row_stride(gate_up),
-        WIDTH=width,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=WARPS,
-        **EXACT,
-    )
+    check_rows("swiglu", gate_up=gate_up)
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, width)
+    if out.numel() > 0:
+        tile = tile_of(width, out.itemsize)
+        launch(
+            _swiglu_kernel,
+            tile.programs(num_rows),
+            (gate_up, weights, out, num_rows),
+            WIDTH=width,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            num_warps=WARPS,
+            **EXACT,
+        )
+    return out
 
 
 @triton.jit
@@ -83,8 +81,6 @@ def _swiglu_backward_kernel(
     weights_ptr: tl.tensor | None,
     grad_gate_up_ptr: tl.tensor,
     grad_weights_ptr: tl.tensor | None,
-    GRAD_STRIDE: tl.constexpr,
-    STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
@@ -98,17 +94,17 @@ def _swiglu_backward_kernel(
     for begin in tl.range(0, WIDTH, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         is_there = column < WIDTH
-        at = row * STRIDE + column
+        at = row * (2 * WIDTH) + column
         gate = tl.load(gate_up_ptr + at, mask=is_there, other=0.0).to(tl.float32)
         up = tl.load(gate_up_ptr + at + WIDTH, mask=is_there, other=0.0).to(tl.float32)
-        grad_at = row * GRAD_STRIDE + column
+        grad_at = row * WIDTH + column
         grad = tl.load(grad_ptr + grad_at, mask=is_there, other=0.0).to(tl.float32)
         sigmoid = 1 / (1 + tl.exp(-gate))
         silu = gate * sigmoid
         total += grad * (silu * up)
         grad *= weight
         grad_gate = grad * up * (sigmoid * (1 + gate * (1 - sigmoid)))
-        to_ptr = grad_gate_up_ptr + row * (2 * WIDTH) + column
+        to_ptr = grad_gate_up_ptr + at
         tl.store(to_ptr, cast(grad_gate, grad_gate_up_ptr.dtype.element_ty), mask=is_there)
         grad_up = cast(grad * silu, grad_gate_up_ptr.dtype.element_ty)
         tl.store(to_ptr + WIDTH, grad_up, mask=is_there)
@@ -117,34 +113,24 @@ def _swiglu_backward_kernel(
 
 
 def swiglu_backward(
-    grad: Tensor,
-    gate_up: Tensor,
-    weights: Tensor | None,
-    grad_gate_up: Tensor,
-    grad_weights: Tensor | None,
-) -> None:
-    """Write the gradients of swiglu(), from that of its result.
+    grad: Tensor, gate_up: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the operands of swiglu(), from that of its result.
 
-    Args:
-        grad: [C, I], of any row stride.
-        gate_up, weights: as in swiglu().
-        grad_gate_up: [C, 2I], contiguous, written.
-        grad_weights: [C], float32, written; None without weights.
-
-    Costs and errors are those of swiglu().
+    grad: [C, I], contiguous.   Costs and errors are those of swiglu().
     """
-    check_rows("swiglu_backward", grad=grad, gate_up=gate_up, grad_gate_up=grad_gate_up)
+    check_rows("swiglu_backward", grad=grad, gate_up=gate_up)
     num_rows, width = grad.shape
-    if grad.numel() == 0:
-        return
-    launch(
-        _swiglu_backward_kernel,
-        num_rows,
-        (grad, gate_up, weights, grad_gate_up, grad_weights),
-        GRAD_STRIDE=row_stride(grad),
-        STRIDE=row_stride(gate_up),
-        WIDTH=width,
-        COLUMNS=min(_COLUMNS, next_power_of_two(width)),
-        num_warps=WARPS,
-        **EXACT,
-    )
+    of_gate_up = torch.empty_like(gate_up)
+    of_weights = None if weights is None else torch.empty_like(weights)
+    if grad.numel() > 0:
+        launch(
+            _swiglu_backward_kernel,
+            num_rows,
+            (grad, gate_up, weights, of_gate_up, of_weights),
+            WIDTH=width,
+            COLUMNS=min(_COLUMNS, next_power_of_two(width)),
+            num_warps=WARPS,
+            **EXACT,
+        )
+    return of_gate_up, of_weights

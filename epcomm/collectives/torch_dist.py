@@ -41,7 +41,7 @@ _separate_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = Weak
 # because torch asks a name server for the name of its address.
 _stores: WeakKeyDictionary[dist.ProcessGroup, PrefixStore] = WeakKeyDictionary()
 
-# Bytes of a message between hosts from which it is sent while another is received.
+# Smallest message, in bytes, that ranks of several hosts exchange by send and recv.
 _LARGE_BYTES = 2**16
 # Seconds by which gloo's own timeout is later than ours, so that ours is reported.
 _MARGIN_S = 0.25
@@ -70,8 +70,8 @@ class TorchDistCollectives(Collectives):
         self.process_group = process_group
         # Runs the exchanges; separate() and separate_begun() replace it.
         self._group: dist.ProcessGroup | None = process_group
-        # The ranks on other hosts, if the connections to them have no other users.
-        self._remote: tuple[int, ...] = ()
+        # Whether the ranks are on several hosts, on connections that have no other users.
+        self._spans_hosts = False
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         backend = _backend_of(process_group)
@@ -96,7 +96,8 @@ class TorchDistCollectives(Collectives):
             # of their own; separate_begun() makes it.
             return "" if self.device.type == "cuda" else super().separate()
         if self._group is self.process_group:
-            self._group, self._remote = _connected(self, self._open_group(), range(self.world_size))
+            ranks = range(self.world_size)
+            self._group, self._spans_hosts = _connected(self, self._open_group(), ranks)
         return ""
 
     def separate_begun(self) -> None:
@@ -159,14 +160,15 @@ class TorchDistCollectives(Collectives):
         if self.bounded is None:
             dist.all_to_all_single(recv, send, recv_rows, send_rows, group=group)
             return
-        if self._remote:
-            came, sent = (
-                rows.split(splits) if splits else rows.tensor_split(self.world_size)
+        if self._spans_hosts:
+            received, sent = (
+                rows.split(splits or [len(rows) // self.world_size] * self.world_size)
                 for rows, splits in ((recv, recv_rows), (send, send_rows))
             )
-            large = [r for r in self._remote if max(came[r].nbytes, sent[r].nbytes) >= _LARGE_BYTES]
+            most = [max(r.nbytes, s.nbytes) for r, s in zip(received, sent, strict=True)]
+            large = [r for r, n in enumerate(most) if r != self.rank and n >= _LARGE_BYTES]
             if large:
-                self._exchange_large(came, sent, large, phase)
+                self._exchange_large(received, sent, large, phase)
                 return
         options = AllToAllOptions()
         start = partial(group.alltoall_base, recv, send, recv_rows, send_rows, options)
@@ -177,33 +179,32 @@ class TorchDistCollectives(Collectives):
     ) -> None:
         """Exchange rows, by rank; with the ranks `large` in both directions at once.
 
-        In gloo's all-to-all, a rank tells another that it may send only behind its own message on
-        the same connection. So if one rank comes later, the two messages take turns, and the
-        exchange takes twice as long. Here every rank tells this first.
+        In gloo's all-to-all, a rank queues the notice that it is ready to receive after its own
+        message on the same connection. If one of two ranks arrives later, their messages are sent
+        one after the other. Here each rank sends the notices first.
         """
         assert self.bounded is not None, "the host waits in collectives of gloo"
         group = self._open_group()
-        if send[self.rank].numel():
-            recv[self.rank].copy_(send[self.rank])
 
         def begin() -> list[dist.Work]:
             begun = [group.recv([recv[r]], r, 0) for r in large if recv[r].numel()]
             return begun + [group.send([send[r]], r, 0) for r in large if send[r].numel()]
 
-        # The all-to-all of the others also ends only when all ranks have come.
         others = [r for r in range(self.world_size) if r != self.rank and r not in large]
         recv_rows, send_rows = (
             [len(rows) if r in others else 0 for r, rows in enumerate(side)]
             for side in (recv, send)
         )
         sent = torch.cat([send[self.rank][:0], *(send[r] for r in others)])
-        came = recv[0].new_empty(sum(recv_rows), *recv[0].shape[1:])
+        received = recv[0].new_empty(sum(recv_rows), *recv[0].shape[1:])
         options = AllToAllOptions()
-        start = partial(group.alltoall_base, came, sent, recv_rows, send_rows, options)
+        start = partial(group.alltoall_base, received, sent, recv_rows, send_rows, options)
         _run(self.bounded, options, start, phase, begin)
-        for rank, rows in enumerate(came.split(recv_rows)):
+        for rank, rows in enumerate(received.split(recv_rows)):
             if rank in others:
                 recv[rank].copy_(rows)
+        if send[self.rank].numel():
+            recv[self.rank].copy_(send[self.rank])
 
     def _all_gather(self, recv: Tensor, tensor: Tensor, phase: str) -> None:
         recv, tensor = _as_bytes(recv.flatten()), _as_bytes(tensor.flatten())
@@ -240,16 +241,16 @@ class _GlooPart(TorchDistCollectives):
         """
         self.rank, self.world_size = list(ranks).index(whole.rank), len(ranks)
         self.device, self.bounded = whole.device, whole.bounded
-        self._group, self._remote = _connected(whole, process_group, ranks)
+        self._group, self._spans_hosts = _connected(whole, process_group, ranks)
         settle_at_exit()
 
 
 def _connected(
     whole: TorchDistCollectives, process_group: dist.ProcessGroup, ranks: Sequence[int]
-) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+) -> tuple[dist.ProcessGroup, bool]:
     """Connect `ranks` of `process_group` by connections that nothing else uses.
 
-    Returns: the connections, and the ranks on other hosts, numbered within `ranks`.
+    Returns: the connections, and whether the ranks are on several hosts.
 
     Collective: yes, over all ranks of `whole`, each with its own part.
     """
@@ -273,11 +274,10 @@ def _connected(
     )
     # A rank that closes its connections before others have made theirs would break those.
     whole.gather_records({"number": number}, phase="connecting the ranks")
-    # After an exception the store may still wait for an answer, so it is kept only here.
+    # Not kept after an exception, because it may still wait for an answer.
     _stores[process_group] = store
-    hosts = [found[rank]["host"] for rank in ranks]
-    remote = tuple(r for r, host in enumerate(hosts) if host != record["host"])
-    return connected, remote  # type: ignore[return-value]
+    hosts = {found[rank]["host"] for rank in ranks}
+    return connected, len(hosts) > 1  # type: ignore[return-value]
 
 
 def _run(
@@ -289,16 +289,20 @@ def _run(
 ) -> None:
     """Run one gloo operation, which `start` begins with `options`, and wait for its end.
 
-    begin_messages: begins messages beside it, to and from ranks that take part in the operation.
+    begin_messages: begins messages on the same connections, which arrive before its own.
     """
     # Without its own timeout the operation would occupy a gloo thread for the timeout of the
     # process group, 30 minutes. Destroying the group, aborting it or exiting the process would wait
     # for that thread (seen in torch 2.13).
     options.timeout = timedelta(seconds=bounded.timeout_s + _MARGIN_S)
     start_s = bounded.begin(phase)
-    work, is_broken = start(), False
     try:
-        step = partial(_wait_for, work, begin_messages(), start_s + bounded.timeout_s)
+        messages = begin_messages()
+    except RuntimeError as error:
+        bounded.finish(partial(_raise_again, error), phase, start_s)
+        raise
+    step, is_broken = partial(_wait_for, start(), messages, start_s + bounded.timeout_s), False
+    try:
         # Fast path: most exchanges end within the first slice.
         if step(min(SLICE_S, bounded.timeout_s)):
             return
@@ -317,8 +321,7 @@ def _wait_for(
         # Either this wait timed out, or the operation failed: then it is completed, and wait()
         # raises its error immediately.
         is_complete = work.is_completed() and work.wait()
-    # All ranks have begun their messages. The waits are not in slices, because one that times out
-    # closes the connections.
+    # Not in slices, because a wait that times out closes the connections.
     for message in messages if is_complete else ():
         left_s = max(deadline_s - time.monotonic(), _SHORTEST_WAIT_S)
         message.wait(timedelta(seconds=left_s))

@@ -21,7 +21,7 @@ def activate_slots(
 ) -> Tensor:
     """Return activate(), with router weights [S] multiplied into it in sum_dtype() if they exist.
 
-    SwiGLU on a GPU is one kernel, which rounds once.   Differentiable once there.
+    On a GPU, SwiGLU is one kernel, which rounds once and is differentiable once.
     """
     is_plain = expert_format.activation is Activation.SWIGLU and not expert_format.is_interleaved
     if is_plain and type(gate_up) in WITH_DATA and gate_up.dtype is not torch.float64:

@@ -47,9 +47,8 @@ def _swiglu_kernel(
 def swiglu(gate_up: Tensor, weights: Tensor | None) -> Tensor:
     """Return silu(gate) * up * weight, [C, I].
 
-    Args:
-        gate_up: [C, 2I], gate then up, bfloat16, float16 or float32, contiguous.
-        weights: [C], float32, contiguous, or None.
+    gate_up: [C, 2I], gate then up, bfloat16, float16 or float32, contiguous.
+    weights: [C], float32, contiguous, or None.
 
     Compiled for each dtype and I.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.

@@ -256,10 +256,9 @@ def _connected(
     """
     assert whole.bounded is not None, "the host waits in collectives of gloo"
     # gloo waits for keys of other ranks, and a store that waits serves no other thread: a clone has
-    # a connection of its own.
+    # a connection of its own. torch's annotations do not declare clone().
     store = _stores.pop(process_group, None)
     if store is None:
-        # torch's annotations do not declare clone().
         store = process_group.get_group_store().clone()  # type: ignore[attr-defined]
     mine = store.add(_NUM_DIVISIONS, 1) if whole.rank == 0 else 0
     record = {"number": mine, "host": host_of_this_process()}

@@ -1,8 +1,6 @@
 """Activations between the two matrices of an expert."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +9,6 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from epcomm.ops.slots import WITH_DATA, row_ops_of
 from epcomm.weights.unquantized import Activation, ExpertFormat
-
-if TYPE_CHECKING:
-    from epcomm.ops.with_triton import TritonRowOps
 
 
 def activate_slots(
@@ -24,10 +19,9 @@ def activate_slots(
     On a GPU, SwiGLU is one kernel, which rounds once and is differentiable once.
     """
     is_plain = expert_format.activation is Activation.SWIGLU and not expert_format.is_interleaved
-    if is_plain and type(gate_up) in WITH_DATA and gate_up.dtype is not torch.float64:
-        ops = row_ops_of(gate_up.device)
-        if ops is not None:
-            return _SwiGLU.apply(gate_up, slot_weights, ops)
+    is_read = type(gate_up) in WITH_DATA and gate_up.dtype is not torch.float64
+    if is_plain and is_read and row_ops_of(gate_up.device) is not None:
+        return _SwiGLU.apply(gate_up, slot_weights)
     hidden = activate(gate_up, expert_format)
     if slot_weights is None:
         return hidden
@@ -38,20 +32,21 @@ class _SwiGLU(torch.autograd.Function):
     """Keeps only its operands for backward, which computes the activation again."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, gate_up: Tensor, slot_weights: Tensor | None, ops: TritonRowOps
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, gate_up: Tensor, slot_weights: Tensor | None) -> Tensor:
         gate_up = gate_up.contiguous()
         slot_weights = None if slot_weights is None else slot_weights.contiguous()
         ctx.save_for_backward(gate_up, slot_weights)  # type: ignore[arg-type]
-        ctx.ops = ops  # type: ignore[attr-defined]
+        ops = row_ops_of(gate_up.device)
+        assert ops is not None, "activate_slots() said so"
         return ops.swiglu(gate_up, slot_weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         kept: Any = ctx
-        return *kept.ops.swiglu_backward(grad.contiguous(), *kept.saved_tensors), None
+        ops = row_ops_of(grad.device)
+        assert ops is not None, "as in forward"
+        return ops.swiglu_backward(grad.contiguous(), *kept.saved_tensors)
 
 
 def activate(gate_up: Tensor, expert_format: ExpertFormat) -> Tensor:

@@ -96,8 +96,7 @@ def _swiglu_backward_kernel(
         at = row * (2 * WIDTH) + column
         gate = tl.load(gate_up_ptr + at, mask=is_there, other=0.0).to(tl.float32)
         up = tl.load(gate_up_ptr + at + WIDTH, mask=is_there, other=0.0).to(tl.float32)
-        grad_at = row * WIDTH + column
-        grad = tl.load(grad_ptr + grad_at, mask=is_there, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + row * WIDTH + column, mask=is_there, other=0.0).to(tl.float32)
         sigmoid = 1 / (1 + tl.exp(-gate))
         silu = gate * sigmoid
         total += grad * (silu * up)

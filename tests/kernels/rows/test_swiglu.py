@@ -4,7 +4,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from epcomm import ExpertFormat
 from epcomm.kernels.rows.swiglu import swiglu, swiglu_backward
+from epcomm.ops import activation, slots
+from epcomm.ops.with_triton import TritonRowOps
 
 # One column, an odd size, and more than one tile with the last one short.
 SHAPES = [
@@ -66,3 +69,18 @@ def test_limits_of_the_sigmoid(device: torch.device) -> None:
     of_gate_up, _ = swiglu_backward(torch.ones(1, 2, device=device), gate_up, None)
     assert swiglu(gate_up, None).tolist() == [[0.0, 600.0]]
     assert of_gate_up.tolist() == [[0.0, 3.0, 0.0, 200.0]]
+
+
+def test_the_activation_of_experts_takes_the_kernels(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(slots._LOADERS, device.type, TritonRowOps)
+    torch.manual_seed(3)
+    gate_up, weights = torch.randn(5, 2 * 37, device=device), torch.rand(5, device=device)
+    found = [gate_up.clone().requires_grad_(), weights.clone().requires_grad_()]
+    expected = [each.double().requires_grad_() for each in (gate_up, weights)]
+    # The gradient of a sum has strides of 0.
+    activation.activate_slots(found[0], ExpertFormat(), found[1]).sum().backward()
+    formula(*expected).sum().backward()
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, check_dtype=False, rtol=1e-5, atol=1e-5)

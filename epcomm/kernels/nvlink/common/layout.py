@@ -217,6 +217,11 @@ class LowLatencyLayout(MemoryLayout):
         return -(-self.row_lines // PART_LINES)
 
     @property
+    def sum_columns(self) -> int:
+        """The columns of a word of codes of a quantised sum."""
+        return 8 if self.sum_row_scale else 4
+
+    @property
     def scaled_words(self) -> int:
         """The words of codes that have one word of scales, in each of SUM_FORMATS."""
         return 8 if self.sum_row_scale else 32

@@ -160,7 +160,8 @@ class TorchDistCollectives(Collectives):
         if self.bounded is None:
             dist.all_to_all_single(recv, send, recv_rows, send_rows, group=group)
             return
-        if self._spans_hosts:
+        # Both ends of a large message see that it is large.
+        if self._spans_hosts and max(recv.nbytes, send.nbytes) >= _LARGE_BYTES:
             received, sent = (
                 rows.split(splits or [len(rows) // self.world_size] * self.world_size)
                 for rows, splits in ((recv, recv_rows), (send, send_rows))
@@ -288,7 +289,7 @@ def _run(
 ) -> None:
     """Run one gloo operation, which `start` begins with `options`, and wait for its end.
 
-    begin_messages: begins messages on the same connections, which arrive before its own.
+    begin_messages: begins messages on the same connections; they arrive before its own.
     """
     # Without its own timeout the operation would occupy a gloo thread for the timeout of the
     # process group, 30 minutes. Destroying the group, aborting it or exiting the process would wait

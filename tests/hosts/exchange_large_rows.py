@@ -54,7 +54,7 @@ def main() -> None:
     if collectives.rank == 0:
         print(f"seconds {seconds}", flush=True)
         # With 0, torchrun would wait for a rank that never leaves.
-        sys.exit(sys.argv[1] == "stops")
+        sys.exit(1 if sys.argv[1] == "stops" else 0)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,12 @@ def test_rows_of_all_sizes_keep_their_bits(group: EPGroup) -> None:
         assert torch.equal(out, torch.cat(messages[rank::world_size]))
 
 
+@pytest.fixture
+def _hosts_can_be_made() -> None:
+    if reason := network.missing():
+        pytest.skip(f"no simulated hosts: {reason}")
+
+
 def run(case: str) -> str:
     """Run a case of exchange_large_rows.py on two hosts and return what it printed."""
     launch = [sys.executable, "-m", "tests.hosts.launch", "--hosts", "2", "--ranks", "1"]
@@ -57,14 +63,14 @@ def seconds_of(text: str) -> float:
     return float(text.split("seconds ")[1].split()[0])
 
 
-@pytest.mark.skipif(network.missing() != "", reason="no simulated hosts")
+@pytest.mark.usefixtures("_hosts_can_be_made")
 def test_a_late_rank_does_not_delay_the_other_direction() -> None:
     one_way_s = NUM_ROWS * 4 * WIDTH * 8 / (1e6 * MBIT_PER_S)
     # In turn, the two messages would take twice as long.
     assert 0.9 * one_way_s < seconds_of(run("late")) < 1.6 * one_way_s
 
 
-@pytest.mark.skipif(network.missing() != "", reason="no simulated hosts")
+@pytest.mark.usefixtures("_hosts_can_be_made")
 def test_a_rank_that_stops_inside_a_message_is_named() -> None:
     text = run("stops")
     # The first exchange, and one that is refused after it.
